@@ -1,0 +1,522 @@
+"""generate.py: run a model from the command line, with any cache.
+
+    python generate.py --cache pyramid --bits 4
+
+Top to bottom: `main` reads the flags, `generate` is the loop, then sampling, the decode step, stop strings, the report.
+Left out: beam search, speculative decoding, serving over a network.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+STARTED = time.perf_counter()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+import cache as caches  # noqa: E402
+from model import CheckpointError, Tokenizer, Transformer, TransformerBlock, load_checkpoint  # noqa: E402
+
+
+class UsageError(ValueError):
+    """A flag that cannot be obeyed: one sentence that names it, what was given and what would work."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0, 2 for a wrong input, 130 when interrupted."""
+    try:
+        args = parse(argv)
+        return chat(args) if args.interactive else run(args)
+    except (CheckpointError, caches.SpecError, UsageError) as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """One prompt: text to stdout as it comes, the report to stderr, and to a file with --json."""
+    prompt, note = read_prompt(args)
+    model, tokenizer = load(args)
+    if args.chat:
+        ids = tokenizer.chat([*system(args), {"role": "user", "content": prompt}])
+    else:
+        ids = tokenizer.encode(prompt)
+    if not ids:
+        raise UsageError("the prompt is empty; give --prompt TEXT, or --prompt-file FILE with some text in it")
+    left = model.args.max_seq_len - len(ids)
+    if args.max_new_tokens > left:
+        raise UsageError(
+            f"--max-new-tokens {args.max_new_tokens} after a prompt of {len(ids)} tokens is more than the model's "
+            f"{model.args.max_seq_len} positions; "
+            + (f"at most {left} fit" if left >= 0 else f"shorten the prompt by {-left} tokens or more")
+        )
+    model.setup_caches(args.spec, 1, len(ids) + args.max_new_tokens)
+    if note:
+        print(note, file=sys.stderr)
+    report = Report(args, model, tokenizer)
+    for text in report.stream(ids):
+        print(text, end="", flush=True)
+    print()
+    print(report, file=sys.stderr)
+    if args.json:
+        write_json(args.json, report.data())
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """A conversation. Every turn goes on from the cache that the turns before have left: nothing is read twice."""
+    model, tokenizer = load(args)
+    if not tokenizer.has_chat_template:
+        raise UsageError("--interactive needs a checkpoint with a chat template; this one has none, use --prompt --raw")
+    model.setup_caches(args.spec, 1, model.args.max_seq_len)
+    messages, seen, report = system(args), 0, Report(args, model, tokenizer)
+    print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
+    while line := read_line():
+        before = tokenizer.chat(messages, add_generation_prompt=False) if seen else []
+        messages.append({"role": "user", "content": line})
+        ids = tokenizer.chat(messages)[len(before) :]
+        if seen:  # what the template puts after an answer, such as its end of turn, has not been read yet
+            ends = [i for i, id in enumerate(before) if id in tokenizer.eos_ids]
+            ids = report.unread + (before[ends[-1] :] if ends else []) + ids
+        room = min(args.max_new_tokens, model.args.max_seq_len - seen - len(ids))
+        if room < 1:
+            raise UsageError(f"the conversation has filled the model's {model.args.max_seq_len} positions; start anew")
+        answer = ""
+        for text in report.stream(ids, seen, room):
+            print(text, end="", flush=True)
+            answer += text
+        print()
+        messages.append({"role": "assistant", "content": answer})
+        seen = report.seen
+    if seen:
+        print(report, file=sys.stderr)
+    if args.json and seen:
+        write_json(args.json, report.data())
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    ids: list[int],
+    max_new_tokens: int,
+    *,
+    start: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    sample: Callable[[Tensor], Tensor] | None = None,
+    on_event: Callable[[str], None] = lambda name: None,
+) -> Iterator[int]:
+    """Token ids that follow ids, a prompt from position `start` on; a stop id is yielded, and is the last.
+
+    model has caches (`setup_caches`). sample: logits [1,V] -> token [1], greedy by default. on_event is told
+    "prefill", "first step" and "step" when each of them has finished.
+    """
+    device = model.norm.weight.device
+    sample = sample or greedy
+    logits = model.prefill(torch.tensor([ids], device=device), start, max_new_tokens)
+    tok = sample(logits)
+    pos = torch.full((1, 1), start + len(ids), device=device)
+    step = DecodeStep(model)
+    for i in range(max_new_tokens):
+        id = int(tok)  # the one moment of a step when the host waits for the device
+        if i == 0:
+            on_event("prefill")
+        yield id
+        if id in stop_ids or i + 1 == max_new_tokens:
+            return
+        tok = sample(step(tok[:, None], pos)[:, 0])
+        pos += 1
+        on_event("step" if i else "first step")
+    on_event("prefill")
+
+
+class DecodeStep:
+    """`model(tok, pos)`; on a GPU, from the third step on, the replay of one CUDA graph of it.
+
+    The caches' buffers keep their addresses, so a captured step stays true. The first step compiles; capturing one
+    runs no kernel, so a step is never done twice.
+    """
+
+    def __init__(self, model: Transformer):
+        self.model, self.graph, self.steps = model, None, 0
+
+    def __call__(self, tok: Tensor, pos: Tensor) -> Tensor:
+        self.steps += 1
+        if not tok.is_cuda or not self.model.compiled or self.steps < 3:
+            return self.model(tok, pos)
+        if self.graph is None:
+            self.tok, self.pos, self.graph = tok.clone(), pos.clone(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self.model(self.tok, self.pos)
+        self.tok.copy_(tok)
+        self.pos.copy_(pos)
+        self.graph.replay()
+        return self.logits
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """logits [B,V] -> token [B]."""
+    return logits.argmax(-1)
+
+
+def sampler(
+    temperature: float, top_k: int | None, top_p: float | None, seed: int, device
+) -> Callable[[Tensor], Tensor]:
+    """A function from logits [B,V] to tokens [B]; same seed, same tokens. Temperature 0 is greedy."""
+    if temperature == 0:
+        return greedy
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def sample(logits: Tensor) -> Tensor:
+        logits = logits.float() / temperature
+        if top_k is not None and top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+        if top_p is not None and top_p < 1:
+            sorted_logits, order = logits.sort(-1, descending=True)
+            p = sorted_logits.softmax(-1)
+            outside = (p.cumsum(-1) - p >= top_p).scatter(-1, order, p.cumsum(-1) - p >= top_p)
+            logits = logits.masked_fill(outside, float("-inf"))
+        # argmax of p / Exp(1) draws from p, without the host having to look at a sum.
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        return (logits.softmax(-1) / noise).argmax(-1)
+
+    return sample
+
+
+def until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
+    """Text up to the first of the stop strings, holding back only what could be the beginning of one."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [i for i in map(held.find, stops) if i >= 0]
+        if found:
+            yield held[: min(found)]
+            return
+        partial = max((n for stop in stops for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
+        yield held[: len(held) - partial]
+        held = held[len(held) - partial :]
+    yield held
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+class Report:
+    """Runs `generate`, as text, and keeps the books: tokens, slots, bytes and seconds."""
+
+    def __init__(self, args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
+        self.args, self.model, self.tokenizer = args, model, tokenizer
+        self.sample = sampler(args.temperature, args.top_k, args.top_p, args.seed, model.norm.weight.device)
+        self.load_s = time.perf_counter() - STARTED
+        self.prompt_tokens, self.seen, self.token_ids, self.text = 0, 0, [], ""
+        self.unread: list[int] = []  # generated, but not yet in the cache
+        self.prefill_s = self.compile_s = self.decode_s = 0.0
+        self.prefilled = self.steps = 0
+
+    def stream(self, ids: list[int], start: int = 0, max_new_tokens: int | None = None) -> Iterator[str]:
+        new = self.args.max_new_tokens if max_new_tokens is None else max_new_tokens
+        self.clock, self.status = time.perf_counter(), Status(f"reading {len(ids)} tokens")
+        self.prompt_tokens += len(ids)
+        self.seen, self.unread, fresh = start + len(ids), [], len(self.token_ids)
+        tokens = generate(
+            self.model,
+            ids,
+            new,
+            start=start,
+            stop_ids=self.tokenizer.eos_ids,
+            sample=self.sample,
+            on_event=lambda name: self.event(name, len(ids)),
+        )
+        try:
+            for text in until(self.decode(tokens), self.args.stop):
+                if text:
+                    self.text += text
+                    yield text
+        finally:
+            self.status.close()
+            self.seen += max(len(self.token_ids) - fresh - 1, 0)  # the last token was never fed back
+
+    def decode(self, tokens: Iterator[int]) -> Iterator[str]:
+        stream = self.tokenizer.stream()
+        for id in tokens:
+            self.token_ids.append(id)
+            self.unread = [] if id in self.tokenizer.eos_ids else [id]
+            yield stream.put(id)
+        yield stream.flush()
+
+    def event(self, name: str, prompt: int) -> None:
+        now = time.perf_counter()
+        spent, self.clock = now - self.clock, now
+        self.status.close()
+        if name == "prefill":
+            self.prefill_s += spent
+            self.prefilled += prompt
+            if self.model.compiled and not self.steps:
+                self.status = Status("compiling the decode step (once per cache and machine; later runs reuse it)")
+        elif name == "first step" and self.model.compiled and not self.compile_s:
+            self.compile_s = spent
+        else:
+            self.decode_s += spent
+            self.steps += 1
+
+    def data(self) -> dict:
+        """The report as it goes into --json."""
+        args, model = self.args, self.model
+        layers = [layer.attention.cache for layer in model.layers]
+        kept = [int((c.slot_pos >= 0).sum(-1).float().mean().round()) for c in layers]
+        nbytes = sum(c.nbytes() for c in layers)
+        B, H, _ = layers[0].slot_pos.shape
+        full = self.seen * len(layers) * B * H * model.args.head_dim * 2 * 2  # K and V, two bytes each
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        rate = lambda n, s: n / s if s else None  # noqa: E731
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": len(self.token_ids),
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "cache": {
+                "policy": args.spec.name,
+                "format": args.spec.format,
+                "bits": args.spec.bits,
+                "layout": args.spec.layout,
+                "slots_per_layer": [c.slot_pos.shape[2] for c in layers],
+                "kept_per_layer": kept,
+                "evicted_per_layer": [self.seen - n for n in kept],
+                "bytes": nbytes,
+                "full_bytes": full,
+            },
+            "time": {
+                "load_s": self.load_s,
+                "compile_s": self.compile_s,
+                "prefill_s": self.prefill_s,
+                "decode_s": self.decode_s,
+                "prefill_tok_s": rate(self.prefilled, self.prefill_s),
+                "decode_tok_s": rate(self.steps, self.decode_s),
+                "decode_gb_s": rate(self.steps * (weights + nbytes) / 1e9, self.decode_s),
+            },
+            "graphs": graphs(),
+        }
+
+    def __str__(self) -> str:
+        data = self.data()
+        c, t = data["cache"], data["time"]
+        kept, evicted = (sum(c[k]) / len(c["slots_per_layer"]) for k in ("kept_per_layer", "evicted_per_layer"))
+        show = lambda x, unit: f"{x:,.1f} {unit}" if x is not None else f"- {unit}"  # noqa: E731
+        slots = f"{min(c['slots_per_layer']):,}-{max(c['slots_per_layer']):,}"
+        lines = [
+            f"tokens   {data['prompt_tokens']:,} prompt + {data['new_tokens']:,} new; per layer {kept:,.0f} kept, "
+            f"{evicted:,.0f} evicted; {slots} slots",
+            f"cache    {c['policy']}, {c['format']} {c['bits']} bits: {c['bytes'] / 1e6:,.2f} MB; full bf16 cache "
+            f"{c['full_bytes'] / 1e6:,.2f} MB; ratio {c['bytes'] / c['full_bytes']:.3f}",
+            f"speed    prefill {show(t['prefill_tok_s'], 'tok/s')}; decode {show(t['decode_tok_s'], 'tok/s')}, "
+            f"{show(t['decode_gb_s'], 'GB/s')}",
+            f"time     load {t['load_s']:.1f} s, prefill {t['prefill_s']:.1f} s, compile {t['compile_s']:.1f} s, "
+            f"decode {t['decode_s']:.1f} s",
+        ]
+        return "\n".join(lines)
+
+
+def graphs() -> int:
+    """How many graphs the layers' decode step was compiled to. One serves them all, whatever their sizes."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(TransformerBlock.forward.__code__))
+
+
+class Status:
+    """What is being waited for, with the seconds so far, on one line of stderr that vanishes. Only on a terminal."""
+
+    def __init__(self, text: str):
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.show, args=(text, time.perf_counter()), daemon=True)
+        if sys.stderr.isatty():
+            self.thread.start()
+
+    def show(self, text: str, started: float) -> None:
+        while not self.done.wait(0.5):
+            print(
+                f"\r\x1b[2m[{text}: {time.perf_counter() - started:.0f} s]\x1b[0m", end="", file=sys.stderr, flush=True
+            )
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self.done.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+
+def write_json(path: Path, data: dict) -> None:
+    """All or nothing: a file that is there is complete."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UsageError(f"--json {path}: {error.strerror}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The edge: everything that a person can get wrong is refused here
+
+
+def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    model, tokenizer = load_checkpoint(args.checkpoint, device=args.device, dtype=dtype)
+    if args.chat is None:
+        args.chat = tokenizer.has_chat_template
+    if args.chat and not tokenizer.has_chat_template:
+        raise UsageError("--chat: this checkpoint has no chat template; use --raw")
+    if args.system and not args.chat:
+        raise UsageError("--system needs a chat template, and --raw or a checkpoint without one leaves it no place")
+    if args.compile:
+        if compiler_missing(args.device):
+            print("No C++ compiler (g++): running without torch.compile, several times slower.", file=sys.stderr)
+        else:
+            model.compile()
+    return model, tokenizer
+
+
+def compiler_missing(device: torch.device) -> bool:
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    return device.type == "cpu" and shutil.which(compiler) is None
+
+
+def system(args: argparse.Namespace) -> list[dict]:
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def read_line() -> str:
+    with contextlib.suppress(EOFError):
+        print("> ", end="", file=sys.stderr, flush=True)
+        return input().strip()
+    return ""
+
+
+def read_prompt(args: argparse.Namespace) -> tuple[str, str]:
+    """The prompt, and a line that says what it is when nobody gave one."""
+    if args.prompt is not None:
+        text = args.prompt
+    elif args.prompt_file is not None:
+        try:
+            raw = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+            text = raw.decode("utf-8")
+        except OSError as error:
+            raise UsageError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"--prompt-file {args.prompt_file}: not UTF-8 (byte {error.start}); convert it first"
+            ) from None
+    else:
+        return demonstration(), "[no --prompt: a demonstration, a question about 3,000 tokens of Python's own manual]\n"
+    if not text:
+        raise UsageError("the prompt is empty; give --prompt TEXT, or --prompt-file FILE with some text in it")
+    return text, ""
+
+
+def demonstration() -> str:
+    """A document of about 3,000 tokens that every Python has, and a question about it."""
+    from pydoc_data.topics import topics
+
+    document = "\n\n".join(topics[name] for name in ("for", "while", "with", "try"))[:12000]
+    return f"{document}\n\nAccording to the text above, what is the with statement used for? Answer in a few sentences."
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = Parser(prog="generate.py", description="Generate text with a compressed KV cache.")
+    p.add_argument("--checkpoint", default="smollm2", help="smollm2, a Hub id, a directory or a .gguf file")
+    p.add_argument("--prompt", help="without it: a built-in demonstration")
+    p.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 text; - is stdin")
+    p.add_argument("--system", metavar="TEXT", help="system message, where the checkpoint has a chat template")
+    p.add_argument("--chat", action=argparse.BooleanOptionalAction, help="wrap the prompt in the chat template")
+    p.add_argument("--raw", dest="chat", action="store_false", help="the prompt as it is (same as --no-chat)")
+    p.add_argument("--interactive", action="store_true", help="a conversation that keeps its cache between turns")
+    p.add_argument("--cache", default="full", metavar="NAME[:k=v,..]", help=", ".join(caches.POLICIES))
+    p.add_argument("--budget", type=number, help="slots per KV head, or fraction of the prompt kept (default 0.2)")
+    p.add_argument("--bits", type=int, default=16, help="16, 8, 4 or 2 per element of the cache")
+    p.add_argument("--format", default="auto", help="auto, " + ", ".join(caches.FORMATS))
+    p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
+    p.add_argument("--max-new-tokens", type=int, default=200)
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    args = p.parse_args(argv)
+    args.spec = caches.build(args.cache, budget=args.budget, bits=args.bits, format=args.format, residual=args.residual)
+    args.device = pick_device(args.device)
+    check(args)
+    return args
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UsageError(message)
+
+
+def number(text: str) -> int | float:
+    return float(text) if "." in text or "e" in text.lower() else int(text)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {name}: this PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu"
+        )
+    return device
+
+
+def check(args: argparse.Namespace) -> None:
+    def refuse(wrong: bool, sentence: str) -> None:
+        if wrong:
+            raise UsageError(sentence)
+
+    refuse(args.prompt is not None and args.prompt_file is not None, "--prompt and --prompt-file: give one of them")
+    given = args.prompt is not None or args.prompt_file is not None
+    refuse(args.interactive and given, "--interactive reads its prompts from the terminal; drop --prompt")
+    refuse(args.interactive and args.chat is False, "--interactive is a chat; drop --raw")
+    refuse(args.max_new_tokens < 0, f"--max-new-tokens {args.max_new_tokens}: give 0 or more")
+    refuse(not 0 <= args.temperature < float("inf"), f"--temperature {args.temperature}: give 0 (greedy) or more")
+    refuse(args.top_k is not None and args.top_k < 1, f"--top-k {args.top_k}: give 1 or more")
+    refuse(args.top_p is not None and not 0 < args.top_p <= 1, f"--top-p {args.top_p}: give a number in (0, 1]")
+    ignored = args.temperature == 0 and (args.top_k is not None or args.top_p is not None)
+    refuse(ignored, "--top-k and --top-p do nothing at --temperature 0, which is greedy; give a temperature above 0")
+    refuse("" in args.stop, "--stop: an empty text is everywhere; give some text")
+    refuse(
+        args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()),
+        f"--json {args.json}: not a file in a directory that exists",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""kernels.py: what the hardware does. Tensors in, tensors out; nothing here knows a policy, a store or a layer.
+
+    linear             one matrix product of the model
+    causal_attention   the prompt attends to itself (prefill)
+    attend_chunk       a later chunk attends to cached slots and causally to itself (second turn of a chat)
+    window_mass        what the last queries of a prompt look at (SnapKV's evidence)
+    dot, mix           q . K and p . V straight from the written-down form of a cache, one query per sequence
+    softmax            one softmax over several pieces of a cache
+    pack, unpack       small integers in bytes
+    rotation           the signed Hadamard matrix that spreads outlier channels
+
+Every function is plain PyTorch. On a CPU that *is* the implementation: `dot` and `mix` are products and sums over a
+dim that is not the innermost one, so Inductor makes one vector loop of unpacking, scaling and multiplying, and no
+dequantized tensor exists. Anything of size T x T is left out on purpose.
+
+Shapes: B sequences, H KV heads, G query heads per KV head, T tokens, S slots, D head dim; n chunks of C = CHUNK slots.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Slots that lie side by side in memory, and so in vector registers. Keys are stored [.., n, d, C] and values
+# [.., n, C, d]. 32 was as fast as 64 for keys (8,192 slots, 4 bits) and wastes half as much on rounding S up.
+CHUNK = 32
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..,I], weight [O,I], bias [O] -> [..,O].
+
+    One row against a bf16 matrix is a read of the matrix and nothing else. oneDNN gets under half of the memory
+    bandwidth there; the same product written as multiply + sum, which Inductor vectorises, about three quarters.
+    """
+    if x.numel() != x.shape[-1] or x.is_cuda or not torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    y = (x.float().unsqueeze(-2) * weight.float()).sum(-1)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B,H*G,T,D], k and v [B,H,T,D] -> [B,H*G,T,D]; query head j reads KV head j // G. O(T) memory."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, live: Tensor, rows: int = 128) -> Tensor:
+    """T queries over S cached slots and causally over their own T tokens.
+
+    q [B,H*G,T,D], k and v [B,H,S+T,D] with the cached slots first, live [B,H,S] true where a slot holds a token
+    -> [B,H*G,T,D]. The scores of `rows` queries exist at a time.
+    """
+    B, H, D, T = k.shape[0], k.shape[1], k.shape[-1], q.shape[2]
+    S = k.shape[2] - T
+    q = q.reshape(B, H, -1, T, D)
+    seen = torch.cat([live, live.new_ones(B, H, T)], -1)[:, :, None, None]  # [B,H,1,1,S+T]
+    column = torch.arange(S + T, device=q.device)
+    y = torch.empty_like(q)
+    for t in range(0, T, rows):
+        row = torch.arange(t, min(t + rows, T), device=q.device)
+        score = (q[:, :, :, t : t + rows].float() * D**-0.5) @ k[:, :, None].float().mT  # [B,H,G,rows,S+T]
+        score = score.masked_fill(~(seen & (column <= S + row[:, None])), float("-inf"))
+        y[:, :, :, t : t + rows] = (score.softmax(-1) @ v[:, :, None].float()).to(y.dtype)
+    return y.flatten(1, 2)
+
+
+def window_mass(q: Tensor, k: Tensor, window: int) -> Tensor:
+    """Mean attention of the last `window` queries, and of the query group, on every key.
+
+    q [B,H*G,T,D], k [B,H,T,D] -> [B,H,T], float32: bf16 sums would decide near ties by rounding. Causal inside the
+    window: a key of the window is seen by the rows at and after it only. Memory: window x T of one query head a group.
+    """
+    B, H, T, D = k.shape
+    q = q.reshape(B, H, -1, T, D)[:, :, :, -window:].float() * D**-0.5
+    future = torch.ones(window, window, dtype=torch.bool, device=q.device).triu(1)
+    mass = torch.zeros(B, H, T, device=q.device)
+    for g in range(q.shape[2]):
+        score = q[:, :, g] @ k.float().mT  # [B,H,window,T]
+        score[..., T - window :].masked_fill_(future, float("-inf"))
+        mass += score.softmax(-1).mean(-2)
+    return mass / q.shape[2]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Integers below 2^bits [..,g] -> uint8 [..,g*bits/8]; field j of byte c is element j*(g*bits/8) + c.
+
+    Planar, so that unpacking is a shift and a mask on whole vectors, never a shuffle. Widened before the shift:
+    compiled CPU code saturates where eager code wraps.
+    """
+    planes = codes.int().unflatten(-1, (8 // bits, -1)).unbind(-2)
+    return functools.reduce(torch.bitwise_or, [p << (bits * j) for j, p in enumerate(planes)]).to(torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int) -> list[Tensor]:
+    """The inverse of `pack`, as its 8/bits planes, float32."""
+    return [((packed >> (bits * j)) & (2**bits - 1)).float() if bits < 8 else packed.float() for j in range(8 // bits)]
+
+
+def dot(q: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) -> Tensor:
+    """q . k for every slot. q [B,H,G,D] float32 -> [B,H,G,n*C] float32.
+
+    parts, 16 bits and more: (k [B,H,n,D,C],); fewer: (codes [B,H,n,D*bits/8,C], scale, zero [B,H,n,D/group,C]) with
+    k = code * scale + zero. The scale is taken out of the sum over a group, and zero meets the sum of q's group: the
+    inner loop only unpacks and multiplies. The G heads are unrolled so that one unpacking serves them all.
+    """
+    if bits >= 16:
+        k = parts[0].float()
+        score = [(q[:, :, g, None, :, None] * k).sum(-2).flatten(2) for g in range(q.shape[2])]
+        return torch.stack(score, 2)
+    codes, scale, zero = parts
+    planes = unpack(codes.unflatten(3, (-1, group * bits // 8)), bits)  # each [B,H,n,D/group,group*bits/8,C]
+    q = q.unflatten(-1, (-1, 8 // bits, group * bits // 8))  # [B,H,G,D/group,plane,channel]
+    score = []
+    for g in range(q.shape[2]):
+        qg = q[:, :, g, None, ..., None]
+        inner = functools.reduce(torch.add, [qg[:, :, :, :, j] * plane for j, plane in enumerate(planes)]).sum(-2)
+        score.append((inner * scale + qg.sum((-2, -3)) * zero).sum(-2).flatten(2))
+    return torch.stack(score, 2)
+
+
+def mix(p: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) -> Tensor:
+    """sum of p . v over the slots. p [B,H,G,n*C] float32 -> [B,H,G,D] float32. parts as in `dot`, with C before d."""
+    n, C = parts[0].shape[2:4]
+    p = p.unflatten(-1, (n, C))
+    if bits >= 16:
+        v = parts[0].float()
+        # In two sums: the first runs down a chunk, whose sixteen-lane partial results stay in registers.
+        return torch.stack([(p[:, :, g, ..., None] * v).sum(-2).sum(2) for g in range(p.shape[2])], 2)
+    codes, scale, zero = parts
+    planes = unpack(codes.unflatten(4, (-1, group * bits // 8)), bits)  # each [B,H,n,C,D/group,group*bits/8]
+    y = []
+    for g in range(p.shape[2]):
+        weight = p[:, :, g, ..., None] * scale  # [B,H,n,C,D/group]
+        y_planes = torch.stack([(weight[..., None] * plane).sum(-3).sum(2) for plane in planes], -2)
+        y.append((y_planes + (p[:, :, g, ..., None] * zero).sum((2, 3))[..., None, None]).flatten(2))
+    return torch.stack(y, 2)
+
+
+def softmax(scores: list[Tensor], live: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """One softmax over pieces: scores [B,H,G,*], live [B,H,*] -> weights e [B,H,G,*] and their sum [B,H,G,1].
+
+    Divide at the end, by the sum: it is one number a row. A row with nothing alive has weights 0 and, so that the
+    division gives 0 and not NaN, sum 1.
+    """
+    scores = [s.masked_fill(~ok[:, :, None], float("-inf")) for s, ok in zip(scores, live, strict=True)]
+    top = functools.reduce(torch.maximum, [s.amax(-1, keepdim=True) for s in scores]).clamp(min=-1e30)
+    weights = [(s - top).exp() for s in scores]
+    total = functools.reduce(torch.add, [w.sum(-1, keepdim=True) for w in weights])
+    return weights, torch.where(total > 0, total, 1.0)
+
+
+@functools.lru_cache
+def rotation(dim: int, device: torch.device) -> Tensor:
+    """A fixed orthogonal matrix [dim,dim], float32: random signs, then Hadamard in power-of-two blocks (2404.00456).
+
+    Rotated vectors have no outlier channels, and q R . k R = q . k. The signs matter: without them a constant vector
+    would become one spike. head_dim 80 is a block of 64 and one of 16.
+    """
+    blocks, left = [], dim
+    while left:
+        h = torch.ones(1, 1, dtype=torch.float64)
+        while 2 * len(h) <= left:
+            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)]) * 0.5**0.5
+        blocks.append(h)
+        left -= len(h)
+    signs = torch.randint(0, 2, (dim, 1), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
+    return (signs * torch.block_diag(*blocks)).float().to(device)
+
+
+def rotate(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [..,D] float32 times matrix [D,D]. A few rows: multiply + sum fuses with what follows, a matmul call cannot."""
+    if x.numel() > 64 * x.shape[-1]:
+        return x @ matrix
+    return (x.unsqueeze(-1) * matrix).sum(-2)

@@ -1,0 +1,62 @@
+"""Shared by all tests: one thread (two busy ones on tiny tensors are several times slower) and a tiny random model."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+torch.set_num_threads(1)
+
+import model as llama  # noqa: E402
+
+
+def tiny_args(**changes) -> llama.ModelArgs:
+    """9 query and 3 KV heads like the default model, everything else small."""
+    args = dict(
+        dim=36,
+        n_layer=3,
+        n_head=9,
+        n_kv_head=3,
+        head_dim=20,
+        hidden_dim=48,
+        vocab_size=97,
+        max_seq_len=512,
+        norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling={"rope_type": "default"},
+        tie_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        eos_ids=(0,),
+    )
+    return llama.ModelArgs(**{**args, **changes})
+
+
+def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> llama.Transformer:
+    """Random weights, large enough that attention is far from uniform."""
+    torch.manual_seed(seed)
+    model = llama.Transformer(tiny_args(**changes))
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, std=2.0 * p.shape[-1] ** -0.5)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def tokens(n: int, batch: int = 1, vocab: int = 97, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, vocab, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def decode(model, ids: torch.Tensor, prompt: int, **prefill) -> torch.Tensor:
+    """Logits [B,n-prompt+1,V] of prefilling ids[:, :prompt] and feeding the rest token by token."""
+    out = [model.prefill(ids[:, :prompt], **prefill)]
+    for t in range(prompt, ids.shape[1]):
+        out.append(model(ids[:, t : t + 1], torch.full((ids.shape[0], 1), t))[:, 0])
+    return torch.stack(out, 1)
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
