@@ -361,7 +361,8 @@ class Store(nn.Module):
         for i, part in enumerate(sample):
             shape = (part.shape[-1], CHUNK) if self.is_key else (CHUNK, part.shape[-1])
             old = self.parts[i] if len(self.names) > i else part.new_zeros(layout.batch, layout.heads, 0, *shape)
-            self.register_buffer(f"part{i}", resized(old, 2, -(-slots // CHUNK)), persistent=False)
+            # At least two chunks: to the compiler a size of 1 is a constant, and would get a graph of its own.
+            self.register_buffer(f"part{i}", resized(old, 2, max(-(-slots // CHUNK), 2)), persistent=False)
         self.names = [f"part{i}" for i in range(len(sample))]
 
     def put(self, where: tuple[Tensor, ...], x: Tensor) -> None:

