@@ -191,8 +191,8 @@ def sampler(
         if top_p is not None and top_p < 1:
             sorted_logits, order = logits.sort(-1, descending=True)
             p = sorted_logits.softmax(-1)
-            outside = (p.cumsum(-1) - p >= top_p).scatter(-1, order, p.cumsum(-1) - p >= top_p)
-            logits = logits.masked_fill(outside, float("-inf"))
+            outside = p.cumsum(-1) - p >= top_p  # the tokens before this one hold top_p already
+            logits = logits.masked_fill(torch.empty_like(outside).scatter_(-1, order, outside), float("-inf"))
         # argmax of p / Exp(1) draws from p, without the host having to look at a sum.
         noise = torch.empty_like(logits).exponential_(generator=generator)
         return (logits.softmax(-1) / noise).argmax(-1)
@@ -436,8 +436,9 @@ def demonstration() -> str:
     """A document of about 3,000 tokens that every Python has, and a question about it."""
     from pydoc_data.topics import topics
 
-    document = "\n\n".join(topics[name] for name in ("for", "while", "with", "try"))[:12000]
-    return f"{document}\n\nAccording to the text above, what is the with statement used for? Answer in a few sentences."
+    names = ("assert", "break", "continue", "del", "global", "pass", "return", "with", "for", "while", "import")
+    document = "\n\n".join(topics[name] for name in names)[:12000]
+    return f"Read this text:\n\n{document}\n\nQuestion: In one sentence, what does the break statement do?"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -60,3 +60,54 @@ def decode(model, ids: torch.Tensor, prompt: int, **prefill) -> torch.Tensor:
 @pytest.fixture
 def model():
     return tiny_model()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A Hugging Face directory: a tiny random llama, a tokenizer of bytes with `<|end|>` as EOS, a chat template."""
+    import json
+
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("tiny")
+    char = {byte: chr(c) for c, byte in llama.BYTE_OF_CHAR.items()}
+    specials = ["<|end|>", "<|start|>"]
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": {char[b]: b for b in range(256)}, "merges": []},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "added_tokens": [{"id": 256 + i, "content": s, "special": True} for i, s in enumerate(specials)],
+    }
+    config = dict(
+        model_type="llama",
+        hidden_size=36,
+        num_hidden_layers=3,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=20,
+        intermediate_size=48,
+        vocab_size=260,
+        max_position_embeddings=1024,
+        eos_token_id=[256],
+    )
+    model = tiny_model(vocab_size=260, n_layer=3, max_seq_len=1024)
+    rows, weights = [180, 60, 60], {}
+    for name, tensor in model.state_dict().items():
+        stem, kind = name.rsplit(".", 1)
+        prefix = ""
+        if stem.startswith("layers."):
+            _, i, stem = stem.split(".", 2)
+            prefix = f"model.layers.{i}."
+        parts = llama.WEIGHTS[stem][0].split()
+        for part, piece in zip(parts, tensor.split(rows) if len(parts) == 3 else [tensor], strict=True):
+            weights[f"{prefix}{part}.{kind}"] = piece.clone()
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>"}))
+    return path

@@ -1,0 +1,416 @@
+"""The command line and the loop: what a user types, what comes out, and what is refused."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model, tokens
+
+import generate as g
+from cache import build
+from model import CheckpointError, fetch_smollm2, load_checkpoint
+
+ROOT = Path(g.__file__).parent
+
+
+@pytest.fixture
+def cli(checkpoint, tmp_path, capsys):
+    """Runs the command line on the tiny checkpoint: cli("--prompt", "Hi") -> exit code, stdout, stderr, --json."""
+
+    def run(*flags, eager=True):
+        file = tmp_path / "report.json"
+        file.unlink(missing_ok=True)
+        base = ["--checkpoint", str(checkpoint), "--dtype", "float32", "--json", str(file)]
+        code = g.main([*base, *(["--no-compile"] if eager else []), *flags])
+        out, err = capsys.readouterr()
+        return code, out, err, json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it does so again and again. " * 3
+
+
+def test_report(cli):
+    code, out, err, data = cli(
+        "--prompt", PROMPT, "--cache", "pyramid:window=8", "--bits", "4", "--max-new-tokens", "9"
+    )
+    assert code == 0
+    assert set(data) == {"prompt_tokens", "new_tokens", "text", "token_ids", "cache", "time", "graphs"}
+    assert list(data["cache"]) == [
+        *("policy", "format", "bits", "layout", "slots_per_layer", "kept_per_layer", "evicted_per_layer"),
+        *("bytes", "full_bytes"),
+    ]
+    assert list(data["time"]) == [
+        *("load_s", "compile_s", "prefill_s", "decode_s", "prefill_tok_s", "decode_tok_s", "decode_gb_s")
+    ]
+    c, prompt = data["cache"], data["prompt_tokens"]
+    assert prompt == len(PROMPT) + len("<|start|>user\n\n<|start|>assistant\n") - 2 * len("<|start|>") + 2 + 1
+    assert data["new_tokens"] == len(data["token_ids"]) == 9
+    kept = round(0.2 * prompt)  # of the prompt, on average over the layers
+    assert sum(c["kept_per_layer"]) == 3 * (kept + 8) and sum(c["slots_per_layer"]) == 3 * (kept + 9)
+    assert all(k + e == prompt + 8 for k, e in zip(c["kept_per_layer"], c["evicted_per_layer"], strict=True))
+    assert len(set(c["slots_per_layer"])) == 3
+    assert c["full_bytes"] == (prompt + 8) * 3 * 3 * 20 * 2 * 2
+    assert (c["policy"], c["format"], c["bits"], c["layout"]) == ("pyramid", "int", 4, "dense")
+    assert data["graphs"] == 0 and data["time"]["compile_s"] == 0
+    assert out == data["text"] + "\n"
+    assert f"{prompt:,} prompt + 9 new" in err and "ratio" in err and "tok/s" in err
+
+
+def test_bytes_in_the_report_are_the_caches_own(cli, checkpoint):
+    data = cli("--prompt", PROMPT, "--bits", "2", "--max-new-tokens", "4", "--raw")[3]
+    model, _ = load_checkpoint(str(checkpoint), dtype=torch.float32)
+    model.setup_caches(build("full", bits=2), 1, len(PROMPT) + 4)
+    model.prefill(torch.zeros(1, len(PROMPT), dtype=torch.long), room=4)
+    assert data["cache"]["bytes"] == sum(layer.attention.cache.nbytes() for layer in model.layers)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_few_new_tokens(cli, n):
+    code, out, _, data = cli("--prompt", PROMPT, "--max-new-tokens", str(n))
+    assert code == 0 and data["new_tokens"] == n and out == data["text"] + "\n"
+    assert data["time"]["prefill_s"] > 0 and data["cache"]["kept_per_layer"][0] == data["prompt_tokens"] + max(n - 1, 0)
+    if n == 0:
+        assert data["text"] == ""
+
+
+def test_greedy_is_the_default_and_a_budget_of_everything_changes_nothing(cli):
+    full = cli("--prompt", PROMPT, "--max-new-tokens", "20")[3]
+    for flags in (["--cache", "pyramid", "--budget", "1.0"], ["--cache", "snapkv", "--budget", "500"], ["--seed", "5"]):
+        assert cli("--prompt", PROMPT, "--max-new-tokens", "20", *flags)[3]["token_ids"] == full["token_ids"]
+    small = cli("--prompt", PROMPT, "--max-new-tokens", "20", "--cache", "window", "--budget", "8")[3]
+    assert small["token_ids"][0] == full["token_ids"][0]  # the prompt was read in full
+    assert small["token_ids"] != full["token_ids"]
+
+
+def test_same_seed_same_text(cli):
+    flags = ["--prompt", PROMPT, "--max-new-tokens", "20", "--temperature", "1.5"]
+    a, b, c = (cli(*flags, "--seed", seed)[3]["token_ids"] for seed in ("1", "1", "2"))
+    assert a == b != c
+
+
+def test_prompt_sources(cli, tmp_path, monkeypatch):
+    expected = cli("--prompt", "Grüße 🦊", "--max-new-tokens", "5")[3]
+    (tmp_path / "p.txt").write_text("Grüße 🦊", encoding="utf-8")
+    assert (
+        cli("--prompt-file", str(tmp_path / "p.txt"), "--max-new-tokens", "5")[3]["token_ids"] == expected["token_ids"]
+    )
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße 🦊".encode())))
+    assert cli("--prompt-file", "-", "--max-new-tokens", "5")[3]["token_ids"] == expected["token_ids"]
+    assert cli("--prompt", "Grüße 🦊", "--raw", "--max-new-tokens", "5")[3]["prompt_tokens"] == 12
+
+
+def test_system_message_is_read(cli):
+    plain = cli("--prompt", "Hi", "--max-new-tokens", "1")[3]["prompt_tokens"]
+    assert cli("--prompt", "Hi", "--system", "Be brief", "--max-new-tokens", "1")[3]["prompt_tokens"] == plain + 8 + 10
+
+
+def test_typed_control_tokens_are_text(cli):
+    ids = cli("--prompt", "<|end|>", "--raw", "--max-new-tokens", "0")[3]
+    assert ids["prompt_tokens"] == len("<|end|>")
+
+
+def test_the_demonstration_is_about_3000_tokens():
+    try:
+        fetch_smollm2()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    _, tokenizer = load_checkpoint("smollm2")
+    n = len(tokenizer.chat([{"role": "user", "content": g.demonstration()}]))
+    assert 2500 < n < 3500
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals: one sentence with the flag in it, exit code 2, nothing written
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        (["--cache", "h3o"], ["h3o", "pyramid"]),
+        (["--cache", "snapkv:windo=3"], ["windo", "window"]),
+        (["--format", "kiwi", "--bits", "4"], ["kiwi", "int"]),
+        (["--bits", "3"], ["--bits 3", "8, 4 or 2"]),
+        (["--bits", "four"], ["--bits", "four"]),
+        (["--budget", "lots"], ["--budget", "lots"]),
+        (["--cache", "pyramid", "--budget", "16"], ["--budget 16", "17"]),
+        (["--cache", "full", "--budget", "16"], ["--budget 16", "full"]),
+        (["--residual", "5"], ["--residual 5", "--bits"]),
+        (["--prompt", ""], ["prompt is empty"]),
+        (["--prompt", "", "--raw"], ["prompt is empty"]),
+        (["--prompt-file", "no-such-file"], ["--prompt-file no-such-file", "No such file"]),
+        (["--prompt", "a", "--prompt-file", "b"], ["--prompt", "--prompt-file"]),
+        (["--max-new-tokens", "-1"], ["--max-new-tokens -1"]),
+        (["--max-new-tokens", "5000"], ["--max-new-tokens 5000", "1024", "at most"]),
+        (["--prompt", "a" * 3000], ["1024", "shorten the prompt"]),
+        (["--top-p", "0", "--temperature", "1"], ["--top-p 0"]),
+        (["--top-p", "1.5", "--temperature", "1"], ["--top-p 1.5"]),
+        (["--top-k", "0", "--temperature", "1"], ["--top-k 0"]),
+        (["--top-k", "3"], ["--top-k", "--temperature"]),
+        (["--temperature", "-1"], ["--temperature -1"]),
+        (["--temperature", "nan"], ["--temperature nan"]),
+        (["--stop", ""], ["--stop"]),
+        (["--device", "tpu"], ["--device tpu", "cpu"]),
+        (["--json", "/no/such/dir/x.json"], ["--json /no/such/dir/x.json"]),
+        (["--system", "x", "--raw"], ["--system", "--raw"]),
+        (["--interactive", "--prompt", "x"], ["--interactive", "--prompt"]),
+        (["--interactive", "--raw"], ["--interactive", "--raw"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--checkpoint", "/no/such/path"], ["/no/such/path"]),
+    ],
+)
+def test_refusals(cli, flags, words):
+    prompt = [] if {"--prompt", "--prompt-file", "--interactive"} & set(flags) else ["--prompt", "Hello there"]
+    code, out, err, data = cli(*prompt, *flags)
+    assert code == 2 and out == "" and data is None
+    assert err.startswith("generate.py: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_cuda(cli):
+    code, _, err, _ = cli("--prompt", "x", "--device", "cuda")
+    assert code == 2 and "--device cuda" in err and "--device cpu" in err
+
+
+def test_prompt_file_not_utf8(cli, tmp_path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    code, _, err, _ = cli("--prompt-file", str(tmp_path / "latin"))
+    assert code == 2 and "UTF-8" in err and "latin" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", ["no-config", "torn", "gguf"])
+def test_broken_checkpoints(tmp_path, capsys, checkpoint, what):
+    import shutil
+
+    path = tmp_path / "broken"
+    shutil.copytree(checkpoint, path)
+    if what == "no-config":
+        (path / "config.json").unlink()
+    elif what == "torn":
+        data = (path / "model.safetensors").read_bytes()
+        (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    else:
+        path = tmp_path / "x.gguf"
+        path.write_bytes(b"GGUF" + bytes(range(200)))
+    code = g.main(["--checkpoint", str(path), "--prompt", "x", "--no-compile"])
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and err.count("\n") == 1 and str(path) in err
+
+
+def test_a_real_process_exits_with_2_and_no_traceback(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "generate.py", "--bits", "5"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+
+
+def test_interrupt_exits_with_130(monkeypatch, cli):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(g, "load_checkpoint", interrupted)
+    assert cli("--prompt", "x")[0] == 130
+
+
+def test_no_compiler_means_eager_and_says_so(cli, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, _, err, data = cli("--prompt", "Hello", "--max-new-tokens", "3", eager=False)
+    assert code == 0 and "C++ compiler" in err and data["time"]["compile_s"] == 0 and data["new_tokens"] == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversations
+
+
+@pytest.mark.parametrize("flags", [[], ["--bits", "4"], ["--cache", "pyramid:window=8", "--bits", "4"]])
+def test_a_conversation_reads_nothing_twice(cli, monkeypatch, flags):
+    """What the turns feed, one after the other, is the template of the whole conversation, token for token."""
+    lines = iter(["Hello, who are you?", "And what is the capital of France?", "Thanks!", ""])
+    monkeypatch.setattr("builtins.input", lambda: next(lines))
+    fed, prefill = [], g.Transformer.prefill
+
+    def spy(self, ids, start=0, room=None, **kw):
+        fed.append((start, ids[0].tolist()))
+        return prefill(self, ids, start, room, **kw)
+
+    monkeypatch.setattr(g.Transformer, "prefill", spy)
+    code, _, _, data = cli("--interactive", "--max-new-tokens", "6", *flags)
+    assert code == 0 and len(fed) == 3
+    # Positions follow on: a turn starts where the last one, and what it generated and fed back, ended.
+    assert fed[0][0] == 0
+    generated, at = data["token_ids"], 0
+    whole = []
+    for start, ids in fed:
+        assert start == len(whole)
+        whole += ids
+        answer = generated[at : at + 6]
+        answer = answer[: answer.index(256) + 1] if 256 in answer else answer
+        at += len(answer)
+        whole += answer[:-1]
+    assert data["prompt_tokens"] == sum(len(ids) for _, ids in fed)
+    text = bytes(b for b in whole if b < 256)
+    for line in ("Hello, who are you?", "And what is the capital of France?", "Thanks!"):
+        assert text.count(line.encode()) == 1
+    assert whole.count(257) == 6 and whole.count(256) == 5  # three turns of each; the last answer is still open
+
+
+def test_second_turn_equals_one_long_prompt(cli, monkeypatch):
+    """With a full cache, the second answer is the one that a fresh run on the same tokens gives."""
+    lines = iter(["Hello, who are you?", "Go on.", ""])
+    monkeypatch.setattr("builtins.input", lambda: next(lines))
+    fed, prefill, models = [], g.Transformer.prefill, []
+
+    def spy(self, ids, start=0, room=None, **kw):
+        models.append(self)
+        fed.append(ids[0].tolist())
+        return prefill(self, ids, start, room, **kw)
+
+    monkeypatch.setattr(g.Transformer, "prefill", spy)
+    ids = cli("--interactive", "--max-new-tokens", "6")[3]["token_ids"]
+    if 256 in ids[:6]:
+        pytest.skip("the random model ended its first answer early")
+    model = models[0]
+    model.setup_caches(build("full"), 1, 200)
+    again = list(g.generate(model, fed[0] + ids[:5] + fed[1], 6, stop_ids=(256,)))
+    assert again == ids[6:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+@pytest.mark.parametrize(
+    "pieces,stops,expected",
+    [
+        (["a", "b", "c"], [], "abc"),
+        (["ab", "cd"], ["bc"], "a"),
+        (["a", "b", "c", "d"], ["bcx"], "abcd"),
+        (["aa", "ab"], ["aab"], "a"),
+        (["one END two"], ["END", "one"], ""),
+        (["x EN"], ["END"], "x EN"),
+        (["üb", "er"], ["be"], "ü"),
+    ],
+)
+def test_until(pieces, stops, expected):
+    assert "".join(g.until(iter(pieces), stops)) == expected
+
+
+def test_until_holds_back_no_more_than_it_must():
+    assert list(g.until(iter(["ab", "E", "x"]), ["END"])) == ["ab", "", "Ex", ""]
+
+
+def test_stop_ends_the_text_before_it(cli):
+    full = cli("--prompt", PROMPT, "--max-new-tokens", "30", "--raw")[3]["text"]
+    stop = full[5:7]
+    data = cli("--prompt", PROMPT, "--max-new-tokens", "30", "--raw", "--stop", stop)[3]
+    assert data["text"] == full[: full.index(stop)] and data["new_tokens"] < 30
+
+
+def test_stops_on_any_eos():
+    model = tiny_model()
+    model.setup_caches(build("full"), 1, 100)
+    ids = list(g.generate(model, tokens(20)[0].tolist(), 40))
+    assert len(ids) == 40
+    for stop in {ids[3], ids[20]}:
+        expected = ids[: ids.index(stop) + 1]
+        assert list(g.generate(model, tokens(20)[0].tolist(), 40, stop_ids=(999, stop))) == expected
+
+
+def test_sampling():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(4000, 1)
+    p = logits[0].softmax(-1)
+    draw = g.sampler(1.0, None, None, 0, "cpu")(logits)
+    assert ((draw.bincount(minlength=4) / 4000) - p).abs().max() < 0.03
+    assert g.sampler(1.0, 2, None, 0, "cpu")(logits).max() == 1
+    assert g.sampler(1.0, 1, None, 0, "cpu")(logits).max() == 0
+    assert g.sampler(1.0, None, 0.5, 0, "cpu")(logits).max() == 0  # the first token alone has 0.64
+    assert g.sampler(1.0, None, 0.7, 0, "cpu")(logits).max() == 1
+    hot = g.sampler(100.0, None, None, 0, "cpu")(logits).bincount(minlength=4)
+    assert hot.min() > 800
+    assert torch.equal(g.sampler(0, None, None, 0, "cpu")(logits), logits.argmax(-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The real thing, in processes of their own
+
+
+@pytest.fixture(scope="module")
+def real():
+    try:
+        fetch_smollm2()
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+    def run(*flags, **env):
+        file = Path(os.environ.get("TMPDIR", "/tmp")) / f"kv-fast-test-{os.getpid()}.json"
+        command = [sys.executable, "generate.py", "--json", str(file), *flags]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, env=os.environ | env, check=False, encoding="utf-8"
+        )
+        assert done.returncode == 0, done.stderr
+        data = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+        return data, done.stdout, done.stderr
+
+    return run
+
+
+def test_main_job(real):
+    """`python generate.py --cache pyramid --bits 4`, compiled, on the demonstration."""
+    data, out, err = real("--cache", "pyramid", "--bits", "4", "--max-new-tokens", "60")
+    assert "demonstration" in err
+    c = data["cache"]
+    assert sum(c["kept_per_layer"]) < 0.25 * data["prompt_tokens"] * 30
+    assert c["bytes"] < 0.2 * c["full_bytes"]
+    assert data["graphs"] == 1 and data["time"]["compile_s"] > 0
+    words = re.findall(r"[a-z]+", data["text"].lower())
+    assert len(words) >= 8 and "loop" in words and len(set(words)) > len(words) / 3, data["text"]
+    assert out.strip() == data["text"].strip()
+
+
+def test_text_with_room_for_everything_is_the_full_caches(real):
+    flags = [
+        "--prompt",
+        "What is the capital of France?",
+        "--max-new-tokens",
+        "20",
+        "--no-compile",
+        "--dtype",
+        "float32",
+    ]
+    full = real(*flags)[0]
+    assert "Paris" in full["text"]
+    for cache in (
+        ["--cache", "pyramid"],
+        ["--cache", "snapkv", "--budget", "100"],
+        ["--cache", "window", "--budget", "99"],
+    ):
+        assert real(*flags, *cache)[0]["token_ids"] == full["token_ids"]
+
+
+def test_readme_policy_in_five_lines(model):
+    """The README's example is run as it stands there."""
+    import cache
+
+    block = re.search(r"```python\n(# a policy.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    assert len([line for line in block.splitlines() if line.strip() and not line.strip().startswith("#")]) <= 8
+    before = dict(cache.POLICIES)
+    try:
+        exec(block, {})
+        (name,) = set(cache.POLICIES) - set(before)
+        model.setup_caches(build(name, budget=20), 1, 60)
+        model.prefill(tokens(50))
+        held = [layer.attention.cache.slot_pos for layer in model.layers]
+        assert all((h >= 0).sum(-1).eq(20).all() for h in held)
+        assert any(not torch.equal(h[..., :20], torch.arange(30, 50).expand(1, 3, -1).int()) for h in held)
+    finally:
+        cache.POLICIES.clear()
+        cache.POLICIES.update(before)
