@@ -118,7 +118,7 @@ class KVCache(nn.Module):
         alive = [F.pad(live, (0, scores[0].shape[-1] - S))]  # chunks are whole, S need not be
         if self.residual is not None:
             scores.append(self.residual.dot(q))
-            alive.append(self.residual.live(self.slot_pos, pos))
+            alive.append(self.residual.slot >= 0)
         weights, total = kernels.softmax(scores, alive)
         y = self.v_store.mix(weights[0])
         if self.residual is not None:
@@ -127,7 +127,7 @@ class KVCache(nn.Module):
             return y / total, None
         mass = (weights[0] / total).sum(2)[..., :S]
         if self.residual is not None:
-            mass = mass.scatter_add(2, self.residual.slot, (weights[1] / total).sum(2))
+            mass = mass.scatter_add(2, self.residual.slot.clamp(min=0).long(), (weights[1] / total).sum(2))
         return y / total, mass
 
     def read(self, pos: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,6 +164,8 @@ class KVCache(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
         self.slot_pos.fill_(-1)
+        if self.residual is not None:
+            self.residual.slot.fill_(-1)
 
     def nbytes(self) -> int:
         """Bytes of all live buffers: codes, scales, zeros, residual, slot_pos, and what the policy remembers."""
@@ -331,9 +333,10 @@ POLICIES: dict[str, type[Policy]] = {"full": Full, "window": Window, "snapkv": S
 class Store(nn.Module):
     """Keys or values as they are: a number format is `encode(x) -> parts` and `decode(*parts) -> x` on the last dim.
 
-    Each part is a buffer, chunk by chunk of C slots: [B,H,n,d,C] for keys, where a query meets all channels of a slot,
-    and [B,H,n,C,d] for values, where a channel meets all slots. `dot` and `mix` may read parts without decoding them;
-    those of the base class decode.
+    Each part is a buffer, chunk by chunk of C slots. The first part is [B,H,n,d,C] for keys, where a query meets all
+    channels of a slot, and [B,H,n,C,d] for values, where a channel meets all slots. Further parts (scales and the like,
+    few numbers a slot) are always [B,H,n,d,C], so that those of many slots fill a vector register. `dot` and `mix` may
+    read parts without decoding them; those of the base class decode.
     """
 
     bits, group = 16, 0
@@ -359,30 +362,37 @@ class Store(nn.Module):
         """Buffers for `slots` slots: their widths and dtypes are whatever `encode` makes of one vector."""
         sample = self.encode(torch.zeros(self.dim, device=self.device))
         for i, part in enumerate(sample):
-            shape = (part.shape[-1], CHUNK) if self.is_key else (CHUNK, part.shape[-1])
+            shape = (part.shape[-1], CHUNK) if self.slots_last(i) else (CHUNK, part.shape[-1])
             old = self.parts[i] if len(self.names) > i else part.new_zeros(layout.batch, layout.heads, 0, *shape)
             # At least two chunks: to the compiler a size of 1 is a constant, and would get a graph of its own.
             self.register_buffer(f"part{i}", resized(old, 2, max(-(-slots // CHUNK), 2)), persistent=False)
         self.names = [f"part{i}" for i in range(len(sample))]
 
+    def slots_last(self, i: int) -> bool:
+        """Is part i [B,H,n,d,C]?"""
+        return self.is_key or i > 0
+
     def put(self, where: tuple[Tensor, ...], x: Tensor) -> None:
         """x [B,H,T,D] float32 to the places `where` that the layout located."""
         b, h, chunk, lane = where
-        for part, code in zip(self.parts, self.encode(x), strict=True):
-            part[(b, h, chunk, slice(None), lane) if self.is_key else (b, h, chunk, lane)] = code
+        for i, (part, code) in enumerate(zip(self.parts, self.encode(x), strict=True)):
+            part[(b, h, chunk, slice(None), lane) if self.slots_last(i) else (b, h, chunk, lane)] = code
+
+    def decoded(self) -> Tensor:
+        """All slots, [B,H,n,C,D]."""
+        return self.decode(*(part.mT if self.slots_last(i) else part for i, part in enumerate(self.parts)))
 
     def read(self) -> Tensor:
-        """All slots decoded, [B,H,n*C,D], in the model's dtype."""
-        parts = [part.mT if self.is_key else part for part in self.parts]
-        return self.decode(*parts).flatten(2, 3).to(self.dtype)
+        """All slots, [B,H,n*C,D], in the model's dtype."""
+        return self.decoded().flatten(2, 3).to(self.dtype)
 
     def dot(self, q: Tensor) -> Tensor:
         """q [B,H,G,D] float32 -> scores [B,H,G,n*C]."""
-        return kernels.dot(q, (self.decode(*(part.mT for part in self.parts)).mT,))
+        return kernels.dot(q, (self.decoded().mT,))
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,n*C] float32 -> weighted sum of the values [B,H,G,D]."""
-        return kernels.mix(p, (self.decode(*self.parts),))
+        return kernels.mix(p, (self.decoded(),))
 
 
 class IntStore(Store):
@@ -408,18 +418,19 @@ class IntStore(Store):
         zero = low.clamp(-65504, 65504).half()
         step = torch.where(scale > 0, scale, 1).float()  # a constant group is its minimum
         codes = ((x - zero.float()[..., None]) / step[..., None]).round().clamp(0, 2**self.bits - 1)
-        return kernels.pack(codes, self.bits).flatten(-2), scale, zero
+        return kernels.pack(codes, self.bits).flatten(-2), torch.cat([scale, zero], -1)
 
-    def decode(self, codes, scale, zero):
+    def decode(self, codes, scale_zero):
+        scale, zero = scale_zero.float().chunk(2, -1)
         planes = kernels.unpack(codes.unflatten(-1, (scale.shape[-1], -1)), self.bits)
-        x = torch.cat(planes, -1) * scale.float()[..., None] + zero.float()[..., None]
-        return kernels.rotate(x.flatten(-2), self.rotation.mT)
+        x = torch.cat(planes, -1) * scale[..., None] + zero[..., None]
+        return kernels.rotate(x.flatten(-2), self.rotation)  # its own inverse
 
     def dot(self, q):
         return kernels.dot(kernels.rotate(q, self.rotation), self.parts, self.bits, self.group)
 
     def mix(self, p):  # the sum of rotated values is the rotated sum: undo it once
-        return kernels.rotate(kernels.mix(p, self.parts, self.bits, self.group), self.rotation.mT)
+        return kernels.rotate(kernels.mix(p, self.parts, self.bits, self.group), self.rotation)
 
 
 FORMATS: dict[str, type[Store]] = {"int": IntStore}
@@ -431,16 +442,16 @@ class Residual(nn.Module):
 
     Token p lives in row p while p < sink, else in row sink + p % length: no queue, nothing to flush. Every token also
     has its codes in a slot, so growing out of the ring costs nothing. A row counts only while its token still holds a
-    slot of that head, so that eviction means the same with and without a residual.
+    slot of that head, so that eviction means the same with and without a residual: `slot` [B,H,rows], -1 if it does not.
     """
 
     def __init__(self, length: int, sink: int, layout: "Dense", dim: int, dtype: torch.dtype, device):
         super().__init__()
         self.length, self.sink = length, sink
-        shape = (layout.batch, layout.heads, sink + length)
-        self.register_buffer("k", torch.zeros(*shape, dim, dtype=dtype, device=device), persistent=False)
-        self.register_buffer("v", torch.zeros(*shape, dim, dtype=dtype, device=device), persistent=False)
-        self.register_buffer("slot", torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
+        B, H, rows = layout.batch, layout.heads, sink + length
+        self.register_buffer("k", torch.zeros(B, H, dim, rows, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("v", torch.zeros(B, H, rows, dim, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("slot", torch.full((B, H, rows), -1, dtype=torch.int32, device=device), persistent=False)
 
     def row(self, pos: Tensor) -> Tensor:
         return torch.where(pos < self.sink, pos, self.sink + pos % self.length)
@@ -448,38 +459,34 @@ class Residual(nn.Module):
     def put(self, slot: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Tokens k and v [B,H,T,D] at pos [B,H,T] with their slots [B,H,T], -1 for a token that got none."""
         T = k.shape[2]
+        evicted = (self.slot[..., None] == slot[:, :, None]).any(-1)  # whose slot is taken now
+        self.slot.masked_fill_(evicted, -1)
         # Two tokens of one call must not meet in a row: of a long prompt, the first ones, then the last ones over them.
         for part in [slice(0, T)] if T <= self.length else [slice(0, self.sink), slice(T - self.length, T)]:
             row = self.row(pos[:, :, part])
-            where = (*rows(row), row)
-            self.k[where], self.v[where] = k[:, :, part], v[:, :, part]
-            self.slot[where] = slot[:, :, part].clamp(min=0)  # slot 0 is another token's: `live` sees that
+            b, h = rows(row)
+            self.k[b, h, :, row] = k[:, :, part]
+            self.v[b, h, row] = v[:, :, part]
+            self.slot[b, h, row] = slot[:, :, part].to(torch.int32)
 
     def covers(self, slot_pos: Tensor, pos: Tensor) -> Tensor:
         """bool like slot_pos [B,H,S]: is that token held here when the newest one is at pos [B]?"""
         return (slot_pos < self.sink) | (slot_pos > pos[:, None, None] - self.length)
 
-    def live(self, slot_pos: Tensor, pos: Tensor) -> Tensor:
-        """bool [B,H,rows]: does the row hold a token, and does that token still hold its slot?"""
-        row = torch.arange(self.sink + self.length, device=pos.device)
-        newest = pos[:, None, None]
-        token = torch.where(row < self.sink, row, newest - (newest - (row - self.sink)) % self.length)
-        started = torch.where(row < self.sink, token <= newest, token >= self.sink)
-        return started & (slot_pos.gather(2, self.slot) == token)
-
     def dot(self, q: Tensor) -> Tensor:
         """q [B,H,G,D] float32 -> scores [B,H,G,rows]."""
-        return (q.unsqueeze(3) * self.k.float().unsqueeze(2)).sum(-1)
+        return (q.unsqueeze(-1) * self.k.float().unsqueeze(2)).sum(-2)
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,rows] float32 -> weighted sum of the values [B,H,G,D]."""
-        return (p.unsqueeze(4) * self.v.float().unsqueeze(2)).sum(-2)
+        return (p.unsqueeze(-1) * self.v.float().unsqueeze(2)).sum(-2)
 
     def overlay(self, k: Tensor, v: Tensor, slot_pos: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [B,H,S,D] with every token that is held here replaced by its exact form."""
         row = self.row(slot_pos.clamp(min=0).long())
         held = ((slot_pos >= 0) & self.covers(slot_pos, pos))[..., None]
-        return torch.where(held, take(self.k, row), k), torch.where(held, take(self.v, row), v)
+        exact_k, exact_v = take(self.k.mT, row), take(self.v, row)
+        return torch.where(held, exact_k, k), torch.where(held, exact_v, v)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

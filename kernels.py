@@ -92,48 +92,55 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> list[Tensor]:
-    """The inverse of `pack`, as its 8/bits planes, float32."""
-    return [((packed >> (bits * j)) & (2**bits - 1)).float() if bits < 8 else packed.float() for j in range(8 // bits)]
+    """The inverse of `pack`, as its 8/bits planes, float32. Widened first: vectors of bytes have no cheap shift."""
+    if bits == 8:
+        return [packed.float()]
+    wide = packed.int()
+    low = [((wide >> (bits * j)) & (2**bits - 1)).float() for j in range(8 // bits - 1)]
+    return [*low, (wide >> (8 - bits)).float()]
 
 
 def dot(q: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) -> Tensor:
     """q . k for every slot. q [B,H,G,D] float32 -> [B,H,G,n*C] float32.
 
-    parts, 16 bits and more: (k [B,H,n,D,C],); fewer: (codes [B,H,n,D*bits/8,C], scale, zero [B,H,n,D/group,C]) with
-    k = code * scale + zero. The scale is taken out of the sum over a group, and zero meets the sum of q's group: the
-    inner loop only unpacks and multiplies. The G heads are unrolled so that one unpacking serves them all.
+    parts, 16 bits and more: (k [B,H,n,D,C],); fewer: (codes [B,H,n,D*bits/8,C], scale and zero [B,H,n,2*D/group,C]),
+    with k = code * scale + zero. The scale is taken out of the sum over a group, and zero meets the sum of q's group:
+    the inner loop only unpacks and multiplies. The G heads are unrolled so that one unpacking serves them all.
     """
     if bits >= 16:
         k = parts[0].float()
-        score = [(q[:, :, g, None, :, None] * k).sum(-2).flatten(2) for g in range(q.shape[2])]
-        return torch.stack(score, 2)
-    codes, scale, zero = parts
-    planes = unpack(codes.unflatten(3, (-1, group * bits // 8)), bits)  # each [B,H,n,D/group,group*bits/8,C]
+        return torch.stack([(q[:, :, g, None, :, None] * k).sum(-2).flatten(2) for g in range(q.shape[2])], 2)
+    scale, zero = parts[1].chunk(2, 3)  # each [B,H,n,D/group,C]
+    planes = unpack(parts[0].unflatten(3, (-1, group * bits // 8)), bits)  # each [B,H,n,D/group,group*bits/8,C]
     q = q.unflatten(-1, (-1, 8 // bits, group * bits // 8))  # [B,H,G,D/group,plane,channel]
+    total = q.sum((-2, -1))[:, :, :, None, :, None]  # [B,H,G,1,D/group,1]
     score = []
     for g in range(q.shape[2]):
-        qg = q[:, :, g, None, ..., None]
+        qg = q[:, :, g, None, ..., None]  # [B,H,1,D/group,plane,channel,1]
         inner = functools.reduce(torch.add, [qg[:, :, :, :, j] * plane for j, plane in enumerate(planes)]).sum(-2)
-        score.append((inner * scale + qg.sum((-2, -3)) * zero).sum(-2).flatten(2))
+        score.append((inner * scale + total[:, :, g] * zero).sum(-2).flatten(2))
     return torch.stack(score, 2)
 
 
 def mix(p: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) -> Tensor:
-    """sum of p . v over the slots. p [B,H,G,n*C] float32 -> [B,H,G,D] float32. parts as in `dot`, with C before d."""
-    n, C = parts[0].shape[2:4]
-    p = p.unflatten(-1, (n, C))
+    """sum of p . v over the slots. p [B,H,G,n*C] float32 -> [B,H,G,D] float32.
+
+    parts, 16 bits and more: (v [B,H,n,C,D],); fewer: (codes [B,H,n,C,D*bits/8], scale and zero [B,H,n,2*D/group,C]).
+    Sums run down a chunk first, then over chunks: the partial results of a chunk stay in registers.
+    """
+    heads, chunk = p.shape[2], parts[0].shape[3]
+    p = p.unflatten(-1, (-1, chunk))  # [B,H,G,n,C]
     if bits >= 16:
         v = parts[0].float()
-        # In two sums: the first runs down a chunk, whose sixteen-lane partial results stay in registers.
-        return torch.stack([(p[:, :, g, ..., None] * v).sum(-2).sum(2) for g in range(p.shape[2])], 2)
-    codes, scale, zero = parts
-    planes = unpack(codes.unflatten(4, (-1, group * bits // 8)), bits)  # each [B,H,n,C,D/group,group*bits/8]
-    y = []
-    for g in range(p.shape[2]):
-        weight = p[:, :, g, ..., None] * scale  # [B,H,n,C,D/group]
-        y_planes = torch.stack([(weight[..., None] * plane).sum(-3).sum(2) for plane in planes], -2)
-        y.append((y_planes + (p[:, :, g, ..., None] * zero).sum((2, 3))[..., None, None]).flatten(2))
-    return torch.stack(y, 2)
+        return torch.stack([(p[:, :, g, ..., None] * v).sum(-2).sum(2) for g in range(heads)], 2)
+    scale, zero = parts[1].chunk(2, 3)  # each [B,H,n,D/group,C]
+    planes = unpack(parts[0].unflatten(4, (-1, group * bits // 8)), bits)  # each [B,H,n,C,D/group,group*bits/8]
+    # Stacked, p * scale is written out once, for vectors of slots; else every channel would multiply it anew.
+    weight = torch.stack([p[:, :, g, :, None] * scale for g in range(heads)], 2).mT.unbind(2)  # G of [B,H,n,C,D/group]
+    sums = [(w[..., None] * plane).sum(-3).sum(2) for w in weight for plane in planes]  # each [B,H,D/group,channel]
+    y = torch.stack(sums, 2).unflatten(2, (heads, -1)).transpose(3, 4)  # [B,H,G,D/group,plane,channel]
+    rest = (p[:, :, :, :, None] * zero[:, :, None]).sum((3, 5))  # [B,H,G,D/group]
+    return (y + rest[..., None, None]).flatten(3)
 
 
 def softmax(scores: list[Tensor], live: list[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -151,10 +158,11 @@ def softmax(scores: list[Tensor], live: list[Tensor]) -> tuple[list[Tensor], Ten
 
 @functools.lru_cache
 def rotation(dim: int, device: torch.device) -> Tensor:
-    """A fixed orthogonal matrix [dim,dim], float32: random signs, then Hadamard in power-of-two blocks (2404.00456).
+    """A fixed orthogonal matrix [dim,dim], float32: signs, Hadamard in power-of-two blocks, signs (2404.00456).
 
-    Rotated vectors have no outlier channels, and q R . k R = q . k. The signs matter: without them a constant vector
-    would become one spike. head_dim 80 is a block of 64 and one of 16.
+    Rotated vectors have no outlier channels, and q R . k R = q . k. The signs are random: without them a constant
+    vector would become one spike. They stand on both sides, which makes R symmetric and thus its own inverse.
+    head_dim 80 is a block of 64 and one of 16.
     """
     blocks, left = [], dim
     while left:
@@ -164,7 +172,7 @@ def rotation(dim: int, device: torch.device) -> Tensor:
         blocks.append(h)
         left -= len(h)
     signs = torch.randint(0, 2, (dim, 1), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
-    return (signs * torch.block_diag(*blocks)).float().to(device)
+    return (signs * torch.block_diag(*blocks) * signs.mT).float().to(device)
 
 
 def rotate(x: Tensor, matrix: Tensor) -> Tensor:

@@ -120,12 +120,13 @@ class Transformer(nn.Module):
     def compile(self) -> None:
         """Compile the decode step: one block, whose graph serves all layers (30 layers unrolled take minutes), and
         the head. `fullgraph` turns a graph break, which would silently be slow, into an error."""
-        # Caches differ in S from layer to layer; treat sizes of buffers like those of arguments, or each gets a graph.
+        # Caches differ in S from layer to layer: the sizes that they mark as dynamic must be, though they are buffers'.
         torch._dynamo.config.force_parameter_static_shapes = False
-        torch._dynamo.config.force_nn_module_property_static_shapes = False
         self.compiled = True
-        self.run_block = torch.compile(TransformerBlock.forward, fullgraph=True)
-        self.run_head = torch.compile(Transformer.head, fullgraph=True)
+        # dynamic=False: sizes that differ between two caches of one process, such as the width of packed codes, are not
+        # to become variables, which would put divisions into the innermost loops.
+        self.run_block = torch.compile(TransformerBlock.forward, fullgraph=True, dynamic=False)
+        self.run_head = torch.compile(Transformer.head, fullgraph=True, dynamic=False)
 
     def finish_loading(self, device: torch.device | str) -> None:
         """After weights were assigned to a model built on the meta device: what no checkpoint holds."""

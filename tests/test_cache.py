@@ -313,15 +313,12 @@ def test_second_turn_leaves_what_token_by_token_leaves(model, name, prompt, turn
     model.setup_caches(spec(name, budget=30, bits=4, residual=16), 1, 200)
     model.prefill(ids[:, :prompt], room=turn)
     model.prefill(ids[:, prompt:], start=prompt, room=0)
-    together = [
-        (c.slot_pos.clone(), c.residual.live(c.slot_pos, torch.tensor([prompt + turn - 1])))
-        for c in (layer.attention.cache for layer in model.layers)
-    ]
+    together = [(c.slot_pos.clone(), c.residual.slot.clone()) for c in (la.attention.cache for la in model.layers)]
     decode(model, ids, prompt, room=turn)
     for layer, (slot_pos, live) in zip(model.layers, together, strict=True):
         c = layer.attention.cache
         assert torch.equal(c.slot_pos, slot_pos)
-        assert torch.equal(c.residual.live(c.slot_pos, torch.tensor([prompt + turn - 1])), live)
+        assert torch.equal(c.residual.slot, live)
 
 
 def test_second_turn_grows_an_appending_cache_and_keeps_what_it_holds(model):
@@ -521,6 +518,7 @@ def test_rotation_helps_keys_with_outlier_channels():
 def test_rotation_is_orthogonal_and_signed(dim):
     r = kernels.rotation(dim, torch.device("cpu"))
     torch.testing.assert_close(r @ r.mT, torch.eye(dim), atol=1e-6, rtol=0)
+    assert torch.equal(r, r.mT)
     assert (torch.ones(dim) @ r).abs().max() < dim**0.5 / 2  # a constant vector is no spike
     x = torch.randn(100, dim)
     torch.testing.assert_close(

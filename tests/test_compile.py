@@ -119,18 +119,20 @@ def test_a_step_without_a_gpu_is_just_the_model():
     assert step.graph is None
 
 
-def test_no_cache_sized_copy_in_a_step(tmp_path):
-    """The compiled step writes into the buffers it is given: no temporary has a cache's size and dtype."""
+def test_no_cache_sized_copy_in_a_step():
+    """The compiled step writes into the buffers it is given: no temporary has the dtype and size of one of them."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
-    model = tiny_model(n_layer=1, head_dim=64, max_seq_len=1024)
+    model = tiny_model(torch.bfloat16, n_layer=1, head_dim=64, max_seq_len=1024)
     with torch.no_grad():
         model.setup_caches(build("full", bits=4, residual=64), 1, 1000)
         model.prefill(tokens(700))
         model.compile()
         _, code = run_and_get_code(model, tokens(1), torch.full((1, 1), 700))
-    allocations = re.findall(r"empty_strided_cpu\((.*?), torch\.(\w+)\)", "\n".join(code))
-    assert allocations  # the pattern still matches what Inductor writes
-    assert not [a for a in allocations if a[1] in ("uint8", "float16")]
-    assert not [a for a in allocations if "68, 64)" in a[0]]  # the ring of 4 + 64 rows
+    found = re.findall(r"empty_strided_cpu\(\((.*?)\), \(.*?\), torch\.(\w+)\)", "\n".join(code))
+    assert len(found) > 20  # the pattern still matches what Inductor writes
+    for shape, dtype in found:
+        fixed = [int(n) for n in re.findall(r"\b\d+\b", shape)]
+        sized = "s" in shape or torch.tensor(fixed).prod() >= 3 * 64 * 68  # by S, or as large as the ring
+        assert not (sized and dtype != "float32"), (shape, dtype)
