@@ -109,23 +109,19 @@ class KVCache(nn.Module):
 
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
-        S = self.slot_pos.shape[2]
         q = q.float() * q.shape[-1] ** -0.5
         live = self.slot_pos >= 0
+        scores = []
         if self.residual is not None:  # a token that is held exactly is read there, not from its codes
             live = live & ~self.residual.covers(self.slot_pos, pos)
-        scores = [self.k_store.dot(q)]
-        alive = [F.pad(live, (0, scores[0].shape[-1] - S))]  # chunks are whole, S need not be
-        if self.residual is not None:
-            scores.append(self.residual.dot(q))
-            alive.append(self.residual.slot >= 0)
-        weights, total = kernels.softmax(scores, alive)
+            scores = [self.residual.dot(q)]
+        weights, total = kernels.softmax([self.k_store.dot(q, live), *scores])
         y = self.v_store.mix(weights[0])
         if self.residual is not None:
             y = y + self.residual.mix(weights[1])
         if not self.policy.learns:
             return y / total, None
-        mass = (weights[0] / total).sum(2)[..., :S]
+        mass = (weights[0] / total).sum(2)[..., : self.slot_pos.shape[2]]
         if self.residual is not None:
             mass = mass.scatter_add(2, self.residual.slot.clamp(min=0).long(), (weights[1] / total).sum(2))
         return y / total, mass
@@ -386,9 +382,9 @@ class Store(nn.Module):
         """All slots, [B,H,n*C,D], in the model's dtype."""
         return self.decoded().flatten(2, 3).to(self.dtype)
 
-    def dot(self, q: Tensor) -> Tensor:
-        """q [B,H,G,D] float32 -> scores [B,H,G,n*C]."""
-        return kernels.dot(q, (self.decoded().mT,))
+    def dot(self, q: Tensor, live: Tensor) -> Tensor:
+        """q [B,H,G,D] float32, live [B,H,S] -> scores [B,H,G,n*C], -inf where a slot is not live."""
+        return kernels.dot(q, (self.decoded().mT,), live)
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,n*C] float32 -> weighted sum of the values [B,H,G,D]."""
@@ -426,8 +422,8 @@ class IntStore(Store):
         x = torch.cat(planes, -1) * scale[..., None] + zero[..., None]
         return kernels.rotate(x.flatten(-2), self.rotation)  # its own inverse
 
-    def dot(self, q):
-        return kernels.dot(kernels.rotate(q, self.rotation), self.parts, self.bits, self.group)
+    def dot(self, q, live):
+        return kernels.dot(kernels.rotate(q, self.rotation), self.parts, live, self.bits, self.group)
 
     def mix(self, p):  # the sum of rotated values is the rotated sum: undo it once
         return kernels.rotate(kernels.mix(p, self.parts, self.bits, self.group), self.rotation)
@@ -442,7 +438,7 @@ class Residual(nn.Module):
 
     Token p lives in row p while p < sink, else in row sink + p % length: no queue, nothing to flush. Every token also
     has its codes in a slot, so growing out of the ring costs nothing. A row counts only while its token still holds a
-    slot of that head, so that eviction means the same with and without a residual: `slot` [B,H,rows], -1 if it does not.
+    slot of that head (`slot` [B,H,rows], else -1), so that eviction means the same with and without a residual.
     """
 
     def __init__(self, length: int, sink: int, layout: "Dense", dim: int, dtype: torch.dtype, device):
@@ -471,11 +467,12 @@ class Residual(nn.Module):
 
     def covers(self, slot_pos: Tensor, pos: Tensor) -> Tensor:
         """bool like slot_pos [B,H,S]: is that token held here when the newest one is at pos [B]?"""
-        return (slot_pos < self.sink) | (slot_pos > pos[:, None, None] - self.length)
+        return (slot_pos < self.sink) | (slot_pos > (pos[:, None, None] - self.length).to(torch.int32))
 
     def dot(self, q: Tensor) -> Tensor:
-        """q [B,H,G,D] float32 -> scores [B,H,G,rows]."""
-        return (q.unsqueeze(-1) * self.k.float().unsqueeze(2)).sum(-2)
+        """q [B,H,G,D] float32 -> scores [B,H,G,rows], -inf where a row's token has been evicted."""
+        score = (q.unsqueeze(-1) * self.k.float().unsqueeze(2)).sum(-2)
+        return score.masked_fill((self.slot < 0)[:, :, None], float("-inf"))
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,rows] float32 -> weighted sum of the values [B,H,G,D]."""

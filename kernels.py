@@ -100,16 +100,19 @@ def unpack(packed: Tensor, bits: int) -> list[Tensor]:
     return [*low, (wide >> (8 - bits)).float()]
 
 
-def dot(q: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) -> Tensor:
-    """q . k for every slot. q [B,H,G,D] float32 -> [B,H,G,n*C] float32.
+def dot(q: Tensor, parts: tuple[Tensor, ...], live: Tensor, bits: int = 16, group: int = 0) -> Tensor:
+    """q . k for every slot. q [B,H,G,D] float32, live bool [B,H,S], S <= n*C -> [B,H,G,n*C] float32, -inf if not live.
 
     parts, 16 bits and more: (k [B,H,n,D,C],); fewer: (codes [B,H,n,D*bits/8,C], scale and zero [B,H,n,2*D/group,C]),
     with k = code * scale + zero. The scale is taken out of the sum over a group, and zero meets the sum of q's group:
     the inner loop only unpacks and multiplies. The G heads are unrolled so that one unpacking serves them all.
     """
+    n, chunk = parts[0].shape[2], parts[0].shape[4]
+    dead = ~F.pad(live, (0, n * chunk - live.shape[2]))  # chunks are whole, S need not be
     if bits >= 16:
         k = parts[0].float()
-        return torch.stack([(q[:, :, g, None, :, None] * k).sum(-2).flatten(2) for g in range(q.shape[2])], 2)
+        score = [(q[:, :, g, None, :, None] * k).sum(-2).flatten(2) for g in range(q.shape[2])]
+        return torch.stack([s.masked_fill(dead, float("-inf")) for s in score], 2)
     scale, zero = parts[1].chunk(2, 3)  # each [B,H,n,D/group,C]
     planes = unpack(parts[0].unflatten(3, (-1, group * bits // 8)), bits)  # each [B,H,n,D/group,group*bits/8,C]
     q = q.unflatten(-1, (-1, 8 // bits, group * bits // 8))  # [B,H,G,D/group,plane,channel]
@@ -119,7 +122,7 @@ def dot(q: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) ->
         qg = q[:, :, g, None, ..., None]  # [B,H,1,D/group,plane,channel,1]
         inner = functools.reduce(torch.add, [qg[:, :, :, :, j] * plane for j, plane in enumerate(planes)]).sum(-2)
         score.append((inner * scale + total[:, :, g] * zero).sum(-2).flatten(2))
-    return torch.stack(score, 2)
+    return torch.stack([s.masked_fill(dead, float("-inf")) for s in score], 2)
 
 
 def mix(p: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) -> Tensor:
@@ -143,13 +146,11 @@ def mix(p: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) ->
     return (y + rest[..., None, None]).flatten(3)
 
 
-def softmax(scores: list[Tensor], live: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """One softmax over pieces: scores [B,H,G,*], live [B,H,*] -> weights e [B,H,G,*] and their sum [B,H,G,1].
+def softmax(scores: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """One softmax over pieces: scores [B,H,G,*] -> weights [B,H,G,*] and their sum [B,H,G,1], to divide by at the end.
 
-    Divide at the end, by the sum: it is one number a row. A row with nothing alive has weights 0 and, so that the
-    division gives 0 and not NaN, sum 1.
+    A row of nothing but -inf has weights 0 and, so that the division gives 0 and not NaN, sum 1.
     """
-    scores = [s.masked_fill(~ok[:, :, None], float("-inf")) for s, ok in zip(scores, live, strict=True)]
     top = functools.reduce(torch.maximum, [s.amax(-1, keepdim=True) for s in scores]).clamp(min=-1e30)
     weights = [(s - top).exp() for s in scores]
     total = functools.reduce(torch.add, [w.sum(-1, keepdim=True) for w in weights])
