@@ -163,6 +163,11 @@ class KVCache(nn.Module):
         if self.residual is not None:
             self.residual.slot.fill_(-1)
 
+    def bookkeeping(self) -> list[Tensor]:
+        """The buffers that say what is where. With these put back, a step done again does the same again."""
+        residual = [] if self.residual is None else [self.residual.slot]
+        return [self.slot_pos, *residual, *self.policy.buffers()]
+
     def nbytes(self) -> int:
         """Bytes of all live buffers: codes, scales, zeros, residual, slot_pos, and what the policy remembers."""
         return sum(b.numel() * b.element_size() for b in self.buffers())

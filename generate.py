@@ -23,6 +23,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import cache as caches  # noqa: E402
+import kernels  # noqa: E402
 from model import CheckpointError, Tokenizer, Transformer, TransformerBlock, load_checkpoint  # noqa: E402
 
 
@@ -148,27 +149,56 @@ def generate(
 
 
 class DecodeStep:
-    """`model(tok, pos)`; on a GPU, from the third step on, the replay of one CUDA graph of it.
+    """`model(tok, pos)` for one sequence that goes on: from the third step of a compiled model on, a replay.
 
-    The caches' buffers keep their addresses, so a captured step stays true. The first step compiles; capturing one
-    runs no kernel, so a step is never done twice.
+    Buffers keep their addresses while a sequence decodes, so the second step is recorded (one CUDA graph on a GPU, the
+    list of compiled kernels on a CPU) and later steps run it again on new inputs. The first step compiles.
     """
 
     def __init__(self, model: Transformer):
-        self.model, self.graph, self.steps = model, None, 0
+        self.model, self.steps, self.again = model, 0, None
 
     def __call__(self, tok: Tensor, pos: Tensor) -> Tensor:
+        """tok [B,1], pos [B,1] -> logits [B,1,V], which the next call overwrites."""
         self.steps += 1
-        if not tok.is_cuda or not self.model.compiled or self.steps < 3:
+        if self.again is not None:
+            self.x.copy_(self.model.tok_embeddings(tok))
+            self.rope.copy_(self.model.rope(pos))
+            self.pos.copy_(pos)
+            self.again()
+            return self.logits
+        if not self.model.compiled or self.steps != 2:
             return self.model(tok, pos)
-        if self.graph is None:
-            self.tok, self.pos, self.graph = tok.clone(), pos.clone(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.logits = self.model(self.tok, self.pos)
-        self.tok.copy_(tok)
-        self.pos.copy_(pos)
-        self.graph.replay()
+        self.x, self.rope, self.pos = self.model.tok_embeddings(tok), self.model.rope(pos), pos.clone()
+        return self.record_cuda() if tok.is_cuda else self.record_cpu()
+
+    def record_cuda(self) -> Tensor:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # runs nothing
+            self.logits = self.model.trunk(self.x, self.rope, self.pos)
+        self.again = graph.replay
+        graph.replay()
         return self.logits
+
+    def record_cpu(self) -> Tensor:
+        """Does the step, and then once more from the record: unless all came out the same, there will be no replay."""
+        state = [b for layer in self.model.layers for b in layer.attention.cache.bookkeeping()]
+        before = [b.clone() for b in state]
+        with kernels.recorded() as calls:
+            self.logits = self.model.trunk(self.x, self.rope, self.pos)
+        if len(calls) != len(self.model.layers) + 1:  # some work is done elsewhere, as for more than one sequence
+            return self.logits
+        kernels.share_scratch(calls, [*self.model.parameters(), *self.model.buffers(), self.x, self.rope, self.pos])
+        logits, after = self.logits.clone(), [b.clone() for b in state]
+        for buffer, old in zip(state, before, strict=True):
+            buffer.copy_(old)
+        self.logits.zero_()
+        kernels.replay(calls)
+        if torch.equal(logits, self.logits) and all(map(torch.equal, state, after)):
+            self.again = lambda: kernels.replay(calls)
+        for buffer, new in zip(state, after, strict=True):
+            buffer.copy_(new)
+        return logits
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -312,7 +342,7 @@ class Report:
                 "decode_tok_s": rate(self.steps, self.decode_s),
                 "decode_gb_s": rate(self.steps * (weights + nbytes) / 1e9, self.decode_s),
             },
-            "graphs": graphs(),
+            "graphs": graphs() if model.compiled else 0,
         }
 
     def __str__(self) -> str:
@@ -436,7 +466,7 @@ def demonstration() -> str:
     """A document of about 3,000 tokens that every Python has, and a question about it."""
     from pydoc_data.topics import topics
 
-    names = ("assert", "break", "continue", "del", "global", "pass", "return", "with", "for", "while", "import")
+    names = ("assert", "break", "continue", "del", "global", "pass", "return", "with", "for")
     document = "\n\n".join(topics[name] for name in names)[:12000]
     return f"Read this text:\n\n{document}\n\nQuestion: In one sentence, what does the break statement do?"
 

@@ -8,6 +8,7 @@
     softmax            one softmax over several pieces of a cache
     pack, unpack       small integers in bytes
     rotation           the signed Hadamard matrix that spreads outlier channels
+    recorded, replay   the kernels of a compiled CPU step, called again without the Python between them
 
 Every function is plain PyTorch. On a CPU that *is* the implementation: `dot` and `mix` are products and sums over a
 dim that is not the innermost one, so Inductor makes one vector loop of unpacking, scaling and multiplying, and no
@@ -16,7 +17,10 @@ dequantized tensor exists. Anything of size T x T is left out on purpose.
 Shapes: B sequences, H KV heads, G query heads per KV head, T tokens, S slots, D head dim; n chunks of C = CHUNK slots.
 """
 
+import collections
+import contextlib
 import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -181,3 +185,71 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
     if x.numel() > 64 * x.shape[-1]:
         return x @ matrix
     return (x.unsqueeze(-1) * matrix).sum(-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A CPU's answer to a CUDA graph. Between two kernels of a compiled step lie guards, wrappers and allocations, a third
+# of the time of a small model. Addresses stand still while a sequence decodes, so kernels can simply be called again.
+
+Calls = list[tuple[Callable, list]]
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Calls]:
+    """Collects every call of a compiled CPU kernel made inside, as (kernel, arguments), and keeps the arguments alive.
+
+    Reaches into Inductor's modules for what it compiled. Whoever uses the result must compare one replay with the real
+    thing: work that is done outside of such kernels is not recorded.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    calls: Calls = []
+
+    def recorder(kernel: Callable) -> Callable:
+        def call(*args):
+            calls.append((kernel, list(args)))
+            return kernel(*args)
+
+        return call
+
+    found = [(m, n, k) for m in PyCodeCache.modules for n, k in vars(m).items() if n.startswith("cpp_fused")]
+    for module, name, kernel in found:
+        setattr(module, name, recorder(kernel))
+    try:
+        yield calls
+    finally:
+        for module, name, kernel in found:
+            setattr(module, name, kernel)
+
+
+def share_scratch(calls: Calls, keep: Iterable[Tensor]) -> None:
+    """Lets all calls of one kernel use the same temporaries, the largest of any: one layer's working set, not all.
+
+    keep: tensors that live on, such as weights, caches and inputs. What two calls have in common, the result of one
+    layer and the input of the next, stays as it is.
+    """
+
+    def address(x) -> int | None:
+        return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else None
+
+    kept = {address(x) for x in keep} | {None}
+    owned = [list(dict.fromkeys(address(x) for x in args)) for _, args in calls]
+    uses = collections.Counter(a for addresses in owned for a in addresses)
+    owned = [[a for a in addresses if a not in kept and uses[a] == 1] for addresses in owned]
+    storage = {address(x): x.untyped_storage() for _, args in calls for x in args if isinstance(x, Tensor)}
+    largest: dict[tuple, torch.UntypedStorage] = {}
+    for (kernel, _), addresses in zip(calls, owned, strict=True):
+        for i, a in enumerate(addresses):
+            largest[kernel, i] = max(largest.get((kernel, i), storage[a]), storage[a], key=lambda s: s.nbytes())
+    for (kernel, args), addresses in zip(calls, owned, strict=True):
+        index = {a: i for i, a in enumerate(addresses)}
+        for j, x in enumerate(args):
+            if address(x) in index:
+                shared = largest[kernel, index[address(x)]]
+                args[j] = torch.empty(0, dtype=x.dtype).set_(shared, x.storage_offset(), x.shape, x.stride())
+
+
+def replay(calls: Calls) -> None:
+    """Everything that was recorded, in order, on what the recorded tensors hold now."""
+    for kernel, args in calls:
+        kernel(*args)

@@ -74,7 +74,10 @@ class Transformer(nn.Module):
 
     def forward(self, tok: Tensor, pos: Tensor) -> Tensor:
         """tok [B,T], pos [B,T] -> logits [B,T,V]. With caches, T = 1: a decode step at the tokens' true positions."""
-        x, rope = self.tok_embeddings(tok), self.rope(pos)
+        return self.trunk(self.tok_embeddings(tok), self.rope(pos), pos)
+
+    def trunk(self, x: Tensor, rope: Tensor, pos: Tensor) -> Tensor:
+        """What `compile` compiles: embeddings x [B,T,dim], rope [B,T,2,D/2], pos [B,T] -> logits [B,T,V]."""
         for layer in self.layers:
             x = self.run_block(layer, x, rope, pos)
         return self.run_head(self, x)
@@ -122,6 +125,8 @@ class Transformer(nn.Module):
         the head. `fullgraph` turns a graph break, which would silently be slow, into an error."""
         # Caches differ in S from layer to layer: the sizes that they mark as dynamic must be, though they are buffers'.
         torch._dynamo.config.force_parameter_static_shapes = False
+        # Every kind of cache that a process tries has a graph of its own; more than 8 are no mistake.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 512
         self.compiled = True
         # dynamic=False: sizes that differ between two caches of one process, such as the width of packed codes, are not
         # to become variables, which would put divisions into the innermost loops.

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import torch
-from conftest import tiny_model, tokens
+from conftest import decode, tiny_model, tokens
 from torch._dynamo.utils import counters
 
+import kernels
 from cache import build
 from generate import DecodeStep, graphs
 
@@ -94,6 +95,18 @@ def test_other_prompts_batches_and_specs_in_one_process():
     assert not torch.equal(first[0], first[2])
 
 
+def test_more_kinds_of_cache_than_the_compilers_own_limit():
+    torch._dynamo.reset()
+    model = tiny_model(n_layer=1)
+    model.compile()
+    with torch.no_grad():
+        for sink in range(10):
+            model.setup_caches(build(f"window:sink={sink}", budget=24), 1, 60)
+            model.prefill(tokens(50))
+            model(tokens(1), torch.full((1, 1), 50))
+    assert graphs() == 10
+
+
 def test_growing_and_other_lengths_need_no_new_graph():
     torch._dynamo.reset()
     model = tiny_model()
@@ -109,14 +122,87 @@ def test_growing_and_other_lengths_need_no_new_graph():
     assert graphs() == 1
 
 
-def test_a_step_without_a_gpu_is_just_the_model():
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("name", ["full", "window:sink=2", "pyramid:window=4,kernel=3"])
+def test_replayed_steps_are_the_compiled_steps(name, bits):
+    """Bit for bit, with the state they leave, across evictions and the wrap of the ring; the third step is a replay."""
+    torch._dynamo.reset()
+    spec = build(name, budget=None if name == "full" else 24, bits=bits, residual=None if bits == 16 else 16)
+    ids, models = tokens(PROMPT + STEPS), [tiny_model(), tiny_model()]
+    for model in models:
+        model.compile()
+        model.setup_caches(spec, 1, PROMPT + STEPS)
+        model.prefill(ids[:, :PROMPT])
+    plain, step = models[0], DecodeStep(models[1])
+    with torch.no_grad():
+        for t in range(PROMPT, PROMPT + STEPS):
+            tok, pos = ids[:, t : t + 1], torch.full((1, 1), t)
+            assert torch.equal(plain(tok, pos), step(tok, pos)), t
+    assert step.again is not None
+    assert all(torch.equal(x, y) for x, y in zip(buffers(models[0]), buffers(models[1]), strict=True))
+
+
+def test_what_cannot_be_replayed_is_not():
+    """Two sequences: matrix products leave the compiled kernels, and the model just runs."""
+    torch._dynamo.reset()
     model = tiny_model()
-    model.setup_caches(build("full"), 1, 20)
-    model.prefill(tokens(10))
-    step = DecodeStep(model)
-    for t in range(10, 15):
-        assert step(tokens(1), torch.full((1, 1), t)).shape == (1, 1, 97)
-    assert step.graph is None
+    model.compile()
+    ids = tokens(40, batch=2)
+    model.setup_caches(build("window:sink=2", budget=24, bits=4, residual=8), 2, 60)
+    with torch.no_grad():
+        expected = decode(model, ids, 30)[:, 1:]
+        model.prefill(ids[:, :30])
+        step = DecodeStep(model)
+        for t in range(30, 40):
+            got = step(ids[:, t : t + 1], torch.full((2, 1), t))[:, 0]
+            torch.testing.assert_close(got, expected[:, t - 30])
+    assert step.again is None
+
+
+def test_a_replay_that_differs_is_thrown_away(monkeypatch):
+    torch._dynamo.reset()
+    model = tiny_model()
+    model.compile()
+    ids = tokens(50)
+    model.setup_caches(build("window:sink=2", budget=24), 1, 60)
+    with torch.no_grad():
+        expected = decode(model, ids, 30)[:, 1:]
+        model.prefill(ids[:, :30])
+        step = DecodeStep(model)
+        monkeypatch.setattr(kernels, "replay", lambda calls: [kernel(*args) for kernel, args in calls[:-1]])
+        for t in range(30, 50):
+            got = step(ids[:, t : t + 1], torch.full((1, 1), t))[:, 0]
+            assert torch.equal(got, expected[:, t - 30])
+    assert step.again is None
+
+
+def test_layers_share_their_temporaries():
+    """Recorded calls hold one working set, the largest layer's, whatever the number of layers."""
+
+    def held(n_layer):
+        torch._dynamo.reset()
+        model = tiny_model(n_layer=n_layer, max_seq_len=2048)
+        model.compile()
+        model.setup_caches(build("pyramid:window=4,kernel=3", budget=600, bits=4), 1, 1100)
+        model.prefill(tokens(1000))
+        x, pos = model.tok_embeddings(tokens(1)), torch.full((1, 1), 1000)
+        rope = model.rope(pos)
+        with torch.no_grad():
+            model.trunk(x, rope, pos)
+            with kernels.recorded() as calls:
+                model.trunk(x, rope, pos)
+        kept = [*model.parameters(), *model.buffers(), x, rope, pos]
+        kernels.share_scratch(calls, kept)
+        known = {t.untyped_storage().data_ptr() for t in kept}
+        scratch = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for _, args in calls
+            for t in args
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known
+        }
+        return sum(scratch.values())
+
+    assert held(8) < 1.5 * held(2)
 
 
 def test_no_cache_sized_copy_in_a_step():
