@@ -45,6 +45,22 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> 
     return model.to(dtype).eval().requires_grad_(False)
 
 
+def hf_weights(model: llama.Transformer) -> dict[str, torch.Tensor]:
+    """The model's weights under the names, and in the pieces, of a Hugging Face checkpoint."""
+    a = model.args
+    rows, weights = [n * a.head_dim for n in (a.n_head, a.n_kv_head, a.n_kv_head)], {}
+    for name, tensor in model.state_dict().items():
+        stem, kind = name.rsplit(".", 1)
+        prefix = ""
+        if stem.startswith("layers."):
+            _, i, stem = stem.split(".", 2)
+            prefix = f"model.layers.{i}."
+        parts = llama.WEIGHTS[stem][0].split()
+        for part, piece in zip(parts, tensor.split(rows) if len(parts) == 3 else [tensor], strict=True):
+            weights[f"{prefix}{part}.{kind}"] = piece
+    return weights
+
+
 def tokens(n: int, batch: int = 1, vocab: int = 97, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, vocab, (batch, n), generator=torch.Generator().manual_seed(seed))
 
@@ -96,17 +112,7 @@ def checkpoint(tmp_path_factory) -> Path:
         eos_token_id=[256],
     )
     model = tiny_model(vocab_size=260, n_layer=3, max_seq_len=1024)
-    rows, weights = [180, 60, 60], {}
-    for name, tensor in model.state_dict().items():
-        stem, kind = name.rsplit(".", 1)
-        prefix = ""
-        if stem.startswith("layers."):
-            _, i, stem = stem.split(".", 2)
-            prefix = f"model.layers.{i}."
-        parts = llama.WEIGHTS[stem][0].split()
-        for part, piece in zip(parts, tensor.split(rows) if len(parts) == 3 else [tensor], strict=True):
-            weights[f"{prefix}{part}.{kind}"] = piece.clone()
-    save_file(weights, path / "model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in hf_weights(model).items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>"}))

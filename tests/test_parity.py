@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_args
+from conftest import hf_weights, tiny_args
 
 import model as m
 from model import CheckpointError, ModelArgs, load_checkpoint
@@ -44,32 +44,17 @@ FAMILIES = {
 }
 
 
-def ours_from(hf, config) -> m.Transformer:
-    """Our model with the weights of theirs."""
-    model = m.Transformer(ModelArgs.from_hf(config))
-    theirs = hf.state_dict()
-    weights = {}
-    for name in model.state_dict():
-        stem, kind = name.rsplit(".", 1)
-        prefix = ""
-        if stem.startswith("layers."):
-            _, i, stem = stem.split(".", 2)
-            prefix = f"model.layers.{i}."
-        parts = [theirs[f"{prefix}{part}.{kind}"] for part in m.WEIGHTS[stem][0].split()]
-        weights[name] = torch.cat(parts)
-    model.load_state_dict(weights)
-    return model.eval().requires_grad_(False)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_every_family(name):
     family = name.split("-")[0]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**TINY, **FAMILIES[name]})
-    hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    for p in hf.parameters():  # biases and norms start as constants, which would hide a mistake
+    model = m.Transformer(ModelArgs.from_hf(config.to_dict())).eval().requires_grad_(False)
+    for p in model.parameters():  # biases and norms start as constants, which would hide a mistake
         torch.nn.init.normal_(p, mean=float(p.dim() == 1) * 0.5, std=0.3)
-    model = ours_from(hf, config.to_dict())
+    hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    missing, unexpected = hf.load_state_dict(hf_weights(model), strict=False)
+    assert not unexpected and missing == (["lm_head.weight"] if config.tie_word_embeddings else [])
     assert model.args.qk_norm == (family == "qwen3")
     ids = torch.randint(0, 97, (2, 300))
     with torch.no_grad():
@@ -101,17 +86,7 @@ def test_logits_of_the_default_model():
         tie_word_embeddings=True,
     )
     hf = transformers.LlamaForCausalLM(config).eval()
-    rows = [n * a.head_dim for n in (a.n_head, a.n_kv_head, a.n_kv_head)]
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        stem, kind = name.rsplit(".", 1)
-        prefix = ""
-        if stem.startswith("layers."):
-            _, i, stem = stem.split(".", 2)
-            prefix = f"model.layers.{i}."
-        parts = m.WEIGHTS[stem][0].split()
-        for part, piece in zip(parts, tensor.split(rows) if len(parts) == 3 else [tensor], strict=True):
-            weights[f"{prefix}{part}.{kind}"] = piece
+    weights = hf_weights(model)
     hf.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
     ids = torch.tensor([tokenizer.encode(topics["for"] + topics["try"])[:512]])
     assert ids.shape == (1, 512)
