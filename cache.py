@@ -10,7 +10,8 @@
 Conventions, since public implementations differ. A budget counts slots per KV head averaged over layers, sinks and
 observation window included. Scores are float32, a mean over the query group, per KV head; keys and values are never
 repeated. Kept tokens stay sorted by position and keep their original rotation; a query's position is the number of
-tokens seen, never the number of slots in use. The first generated token sees the whole prompt.
+tokens seen, never the number of slots in use. The first token generated after a prompt sees all of it; what comes
+later, a second turn included, sees what was kept.
 
 Shapes: B sequences, H KV heads, G query heads per KV head, T new tokens, S slots, D head dim, L layers. `pos` [B,T] is
 a token's true position; `slot_pos` [B,H,S] is the position held by each slot, -1 where empty, and the only mask.
@@ -132,16 +133,19 @@ class KVCache(nn.Module):
         k, v = self.k_store.read()[:, :, :S], self.v_store.read()[:, :, :S]
         return (k, v) if self.residual is None else self.residual.overlay(k, v, self.slot_pos, pos)
 
-    def fit(self, prompt: int, start: int, room: int) -> None:
+    def fit(self, prompt: int, start: int, room: int, limit: int) -> None:
         """Size the buffers for `prompt` tokens from position `start` on and `room` tokens after them.
 
-        A new sequence (start 0) empties the cache. A continued one keeps its content; only if its policy appends can
-        it need more slots.
+        A new sequence (start 0) empties the cache. A policy that appends gets room for what comes, and more of it when
+        the sequence is continued; one that evicts while decoding has what its budget says from the start, at most
+        `limit`, the longest that the sequence can become.
         """
         slots = self.slot_pos.shape[2]
-        if start == 0:
-            slots = self.plan(prompt) + room if self.policy.appends else min(self.plan(prompt), prompt + room)
-        elif self.policy.appends:
+        if not self.policy.appends:
+            slots = slots if start else min(self.plan(prompt), limit)
+        elif start == 0:
+            slots = self.plan(prompt) + room
+        else:
             slots = max(slots, int((self.slot_pos >= 0).sum(-1).max()) + prompt + room)
         if slots != self.slot_pos.shape[2]:
             self.allocate(slots)
@@ -150,8 +154,8 @@ class KVCache(nn.Module):
 
     def allocate(self, slots: int) -> None:
         """Buffers for `slots` slots a head. Slots that were there before keep their content."""
+        self.policy.allocate(self.layout, self.slot_pos.shape[2], slots, self.slot_pos.device)
         self.slot_pos = resized(self.slot_pos, 2, slots, -1)
-        self.policy.allocate(self.layout, slots, self.slot_pos.device)
         for store in (self.k_store, self.v_store):
             store.allocate(self.layout, slots)
 
@@ -202,22 +206,25 @@ def resized(old: Tensor, dim: int, size: int, fill: int = 0) -> Tensor:
 
 
 class Policy(nn.Module):
-    """Newest wins: the first `sink` tokens stay, the others leave in order of age (2309.17453, at original positions).
+    """Newest wins: the first `sink` tokens stay, the others leave in order of age.
 
-    Subclasses override `score(q, k, v) -> [B,H,T]`, what each token of a prompt is worth to each KV head, and, if they
-    `learn` while decoding, `observe(mass)`: mass [B,H,S] is the attention that each slot has just received.
+    A subclass overrides `score(q, k, v) -> [B,H,T]`: what each token of a prompt is worth to each KV head. Whatever the
+    scores, the first `sink` and the last `recent` tokens stay. A policy that learns while it decodes sets `learns` and
+    overrides `observe(mass)`, mass [B,H,S] being the attention that each slot has just received, and `place`.
     """
 
     appends = False  # True: the prompt is compressed once, and later tokens are appended in room kept free for them
     learns = False  # True: `observe` is given mass, which costs a pass over the scores
 
-    def __init__(self, sink: int = 4):
+    def __init__(self, sink: int = 4, recent: int = 32):
         super().__init__()
-        self.sink, self.recent = sink, 0
+        self.sink, self.recent = sink, recent
 
-    def allocate(self, layout: "Dense", slots: int, device: torch.device) -> None:
-        """Buffers of the policy's own. `count` [B]: tokens placed so far."""
-        if not hasattr(self, "count"):
+    def allocate(self, layout: "Dense", slots_before: int, slots: int, device: torch.device) -> None:
+        """Buffers of the policy's own, for more or fewer slots than before. `count` [B]: tokens placed so far."""
+        if hasattr(self, "count"):
+            self.count.clamp_(max=slots_before)  # tokens beyond that went over older ones
+        else:
             self.register_buffer("count", torch.zeros(layout.batch, dtype=torch.int64, device=device), persistent=False)
 
     def score(self, q, k, v):
@@ -251,7 +258,7 @@ class Policy(nn.Module):
         S = slot_pos.shape[2]
         n = self.count[:, None] + torch.arange(T, device=slot_pos.device)  # [B,T]
         self.count.add_(T)  # in place: += would rebind the attribute
-        slot = torch.where(n < S, n, self.sink + (n - self.sink) % self.stride(S))
+        slot = torch.where(n < S, n, S - self.stride(S) + (n - S) % self.stride(S))
         return slot[:, None].expand(-1, slot_pos.shape[1], -1)
 
     def stride(self, slots: int) -> int:
@@ -265,14 +272,17 @@ class Full(Policy):
     appends = True
 
     def __init__(self):
-        super().__init__(sink=0)
+        super().__init__(sink=0, recent=0)
 
     def budgets(self, budget, prompt, n_layer):
         return [prompt] * n_layer
 
 
 class Window(Policy):
-    """The first `sink` tokens and the newest ones, at their original positions (2309.17453)."""
+    """The first `sink` tokens and the newest ones (StreamingLLM's cache, 2309.17453, at original positions)."""
+
+    def __init__(self, sink: int = 4):
+        super().__init__(sink, recent=0)
 
 
 class SnapKV(Policy):
@@ -284,12 +294,13 @@ class SnapKV(Policy):
     appends = True
 
     def __init__(self, window: int = 64, kernel: int = 5, pool: str = "avg", sink: int = 0):
-        super().__init__(sink)
-        if kernel % 2 == 0 or pool not in ("avg", "max") or window < 1:
+        super().__init__(sink, recent=window)
+        if kernel % 2 == 0 or kernel > 999 or pool not in ("avg", "max") or window < 1:
             raise SpecError(
-                f"kernel={kernel}, pool={pool}, window={window}: kernel must be odd, pool avg or max, window at least 1"
+                f"kernel={kernel}, pool={pool}, window={window}: kernel must be odd and below 1000, pool avg or max, "
+                "window at least 1"
             )
-        self.recent, self.kernel, self.pool = window, kernel, pool
+        self.kernel, self.pool = kernel, pool
 
     def score(self, q, k, v):
         mass = kernels.window_mass(q, k, self.recent)[..., : -self.recent]
@@ -308,8 +319,8 @@ class PyramidKV(SnapKV):
 
     def __init__(self, window: int = 16, kernel: int = 5, pool: str = "avg", sink: int = 0, beta: float = 4.0):
         super().__init__(window, kernel, pool, sink)
-        if beta < 1:
-            raise SpecError(f"beta={beta:g}: must be 1 (all layers alike) or more")
+        if not 1 <= beta < float("inf"):
+            raise SpecError(f"beta={beta:g}: must be a number from 1 (all layers alike) up")
         self.beta = beta
 
     def budgets(self, budget, prompt, n_layer):
@@ -340,11 +351,10 @@ class Store(nn.Module):
     read parts without decoding them; those of the base class decode.
     """
 
-    bits, group = 16, 0
-
-    def __init__(self, is_key: bool, dim: int, dtype: torch.dtype, device: torch.device | str):
+    def __init__(self, is_key: bool, dim: int, dtype: torch.dtype, device, bits: int = 16, group: int = 0):
+        """dim: head dim; dtype: the model's; group: channels that share a scale, where a format has any."""
         super().__init__()
-        self.is_key, self.dtype = is_key, dtype
+        self.is_key, self.dtype, self.bits, self.group = is_key, dtype, bits, group
         self.names = []
         self.dim, self.device = dim, torch.device(device)
 
@@ -403,12 +413,12 @@ class IntStore(Store):
     as accurate as the per-channel ones that would have to wait for a group of tokens to fill.
     """
 
-    def __init__(self, is_key, dim, dtype, device, bits: int, group: int = 32):
-        super().__init__(is_key, dim, dtype, device)
+    def __init__(self, is_key, dim, dtype, device, bits, group):
+        super().__init__(is_key, dim, dtype, device, bits, group)
         fits = [g for g in range(1, min(group, dim) + 1) if dim % g == 0 and g % (8 // bits) == 0]
         if not fits:
             raise SpecError(f"--bits {bits}: head_dim {dim} is not a multiple of {8 // bits}; use more bits")
-        self.bits, self.group = bits, fits[-1]
+        self.group = fits[-1]
         self.rotation = kernels.rotation(dim, self.device)
 
     def encode(self, x):
@@ -531,13 +541,16 @@ class CacheSpec:
             budget = max(round(budget * prompt), policy.sink + policy.recent + 1)
         return policy.budgets(budget, prompt, n_layer)
 
-    def __call__(self, n_layer: int, batch: int, heads: int, dim: int, dtype: torch.dtype, device) -> list[KVCache]:
+    def __call__(
+        self, n_layer: int, batch: int, heads: int, dim: int, max_seq_len: int, dtype: torch.dtype, device
+    ) -> list[KVCache]:
         """heads: KV heads; dim: head dim; dtype: what 16 bits means, the model's own."""
+        length = min(self.residual, max_seq_len)
 
         def layer(i: int) -> KVCache:
             layout = Dense(batch, heads)
             k_store, v_store = (self.store(is_key, dim, dtype, device) for is_key in (True, False))
-            residual = Residual(self.residual, SINK, layout, dim, dtype, device) if self.residual else None
+            residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
             return KVCache(self.policy(), k_store, v_store, layout, residual, lambda T: self.slots(T, n_layer)[i])
 
         return [layer(i) for i in range(n_layer)]
@@ -569,8 +582,11 @@ def build(
     if name not in POLICIES:
         raise SpecError(f"--cache {name}: no such policy; choose from {', '.join(POLICIES)}")
     arguments = parse_arguments(name, rest)
-    policy = POLICIES[name](**arguments)
-    if bits not in (16, 8, 4, 2):
+    try:
+        policy = POLICIES[name](**arguments)
+    except SpecError as error:
+        raise SpecError(f"--cache {cache}: {error}") from None
+    if not isinstance(bits, int) or bits not in (16, 8, 4, 2):
         raise SpecError(f"--bits {bits}: choose 16, 8, 4 or 2")
     if format not in ("auto", *FORMATS):
         raise SpecError(f"--format {format}: no such format; choose from auto, {', '.join(FORMATS)}")
@@ -578,10 +594,10 @@ def build(
         for flag, value in {"format": format, "residual": residual, "group": group}.items():
             if value not in (None, "auto"):
                 raise SpecError(f"--{flag} {value}: means nothing at 16 bits; give --bits 8, 4 or 2 as well")
-    if residual is not None and residual < 0:
+    if residual is not None and (not isinstance(residual, int) or residual < 0):
         raise SpecError(f"--residual {residual}: give a number of tokens, 0 or more")
     if group is not None and group < 8:
-        raise SpecError(f"--group {group}: give a number of channels, 8 or more")
+        raise SpecError(f"group {group}: give a number of channels, 8 or more")
     if budget is not None and name == "full":
         raise SpecError(f"--budget {budget}: full keeps every token; choose --cache {', '.join(list(POLICIES)[1:])}")
     return CacheSpec(
@@ -597,6 +613,8 @@ def build(
 
 def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
     least = policy.sink + policy.recent + 1
+    if not isinstance(budget, (int, float)):
+        raise SpecError(f"--budget {budget}: give a number")
     if isinstance(budget, float) and budget > 1 and budget.is_integer():
         budget = int(budget)
     if not (budget >= 1 if isinstance(budget, int) else 0 < budget <= 1):
@@ -606,7 +624,7 @@ def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
     if isinstance(budget, int) and budget < least:
         raise SpecError(
             f"--budget {budget}: {name} always keeps {policy.sink} sinks and {policy.recent} recent tokens; "
-            f"give at least {least}, or a smaller --cache {name}:sink= or window="
+            f"give at least {least}, or 1.0 for everything"
         )
     return budget
 
@@ -614,14 +632,18 @@ def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
 def parse_arguments(name: str, text: str) -> dict[str, int | float | str]:
     """`key=value,..` with the types of the policy's defaults."""
     known = {p.name: p.default for p in inspect.signature(POLICIES[name]).parameters.values()}
+    assert inspect.Parameter.empty not in known.values(), f"{name}: every argument of a policy needs a default"
     arguments = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
+        if key in arguments:
+            raise SpecError(f"--cache {name}:{text}: {key} is given twice")
         if key not in known:
             raise SpecError(f"--cache {name}:{item}: unknown key; {name} takes {', '.join(known) or 'none'}")
         try:
-            arguments[key] = type(known[key])(value)
-        except ValueError:
+            convert = {"true": True, "false": False}.__getitem__ if isinstance(known[key], bool) else type(known[key])
+            arguments[key] = convert(value)
+        except (ValueError, KeyError):
             raise SpecError(f"--cache {name}:{item}: {key} takes a value like {known[key]}") from None
         if not isinstance(arguments[key], str) and arguments[key] < 0:
             raise SpecError(f"--cache {name}:{item}: {key} cannot be negative")

@@ -10,6 +10,7 @@ full cache at the shortest prompt in the model's own precision, is what the rati
 import argparse
 import itertools
 import json
+import re
 import statistics
 import sys
 import time
@@ -184,7 +185,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("task", choices=["bench"])
     p.add_argument("--checkpoint", default="smollm2")
-    p.add_argument("--cache", type=lambda text: text.split(","), default=["pyramid"], help="policies, by commas")
+    p.add_argument(
+        "--cache", type=lambda text: re.split(r",(?![^,:]*=)", text), default=["pyramid"], help="policies, by commas"
+    )
     p.add_argument("--budget", type=listed(number), default=[0.2], help="slots or fractions, by commas")
     p.add_argument("--bits", type=listed(int), default=[16, 4], help="16, 8, 4, 2, by commas")
     p.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas")

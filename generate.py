@@ -7,7 +7,6 @@ Left out: beam search, speculative decoding, serving over a network.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -33,6 +32,8 @@ class UsageError(ValueError):
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, 2 for a wrong input, 130 when interrupted."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     try:
         args = parse(argv)
         return chat(args) if args.interactive else run(args)
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"generate.py: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,9 +96,12 @@ def chat(args: argparse.Namespace) -> int:
         if seen:  # what the template puts after an answer, such as its end of turn, has not been read yet
             ends = [i for i, id in enumerate(before) if id in tokenizer.eos_ids]
             ids = report.unread + (before[ends[-1] :] if ends else []) + ids
-        room = min(args.max_new_tokens, model.args.max_seq_len - seen - len(ids))
-        if room < 1:
-            raise UsageError(f"the conversation has filled the model's {model.args.max_seq_len} positions; start anew")
+        left = model.args.max_seq_len - seen - len(ids)
+        if left < 1:
+            messages.pop()
+            print(f"[{len(ids)} tokens are {1 - left} more than still fit; say it shorter, or end]", file=sys.stderr)
+            continue
+        room = min(args.max_new_tokens, left)
         answer = ""
         for text in report.stream(ids, seen, room):
             print(text, end="", flush=True)
@@ -127,7 +134,7 @@ def generate(
     """Token ids that follow ids, a prompt from position `start` on; a stop id is yielded, and is the last.
 
     model has caches (`setup_caches`). sample: logits [1,V] -> token [1], greedy by default. on_event is told
-    "prefill", "first step" and "step" when each of them has finished.
+    "prefill", "first step" (it compiles, and the next one is recorded) and "step" when each of them has finished.
     """
     device = model.norm.weight.device
     sample = sample or greedy
@@ -144,7 +151,7 @@ def generate(
             return
         tok = sample(step(tok[:, None], pos)[:, 0])
         pos += 1
-        on_event("step" if i else "first step")
+        on_event("step" if i > 1 else "first step")
     on_event("prefill")
 
 
@@ -215,13 +222,14 @@ def sampler(
     generator = torch.Generator(device).manual_seed(seed)
 
     def sample(logits: Tensor) -> Tensor:
-        logits = logits.float() / temperature
+        logits = (logits.float() - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no overflow however cold
         if top_k is not None and top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
         if top_p is not None and top_p < 1:
             sorted_logits, order = logits.sort(-1, descending=True)
             p = sorted_logits.softmax(-1)
             outside = p.cumsum(-1) - p >= top_p  # the tokens before this one hold top_p already
+            outside[:, 0] = False
             logits = logits.masked_fill(torch.empty_like(outside).scatter_(-1, order, outside), float("-inf"))
         # argmax of p / Exp(1) draws from p, without the host having to look at a sum.
         noise = torch.empty_like(logits).exponential_(generator=generator)
@@ -301,8 +309,8 @@ class Report:
             self.prefilled += prompt
             if self.model.compiled and not self.steps:
                 self.status = Status("compiling the decode step (once per cache and machine; later runs reuse it)")
-        elif name == "first step" and self.model.compiled and not self.compile_s:
-            self.compile_s = spent
+        elif name == "first step" and self.model.compiled:
+            self.compile_s += spent
         else:
             self.decode_s += spent
             self.steps += 1
@@ -324,7 +332,7 @@ class Report:
             "token_ids": self.token_ids,
             "cache": {
                 "policy": args.spec.name,
-                "format": args.spec.format,
+                "format": args.spec.format if args.spec.bits < 16 else str(layers[0].k_store.dtype).split(".")[1],
                 "bits": args.spec.bits,
                 "layout": args.spec.layout,
                 "slots_per_layer": [c.slot_pos.shape[2] for c in layers],
@@ -354,7 +362,8 @@ class Report:
         lines = [
             f"tokens   {data['prompt_tokens']:,} prompt + {data['new_tokens']:,} new; per layer {kept:,.0f} kept, "
             f"{evicted:,.0f} evicted; {slots} slots",
-            f"cache    {c['policy']}, {c['format']} {c['bits']} bits: {c['bytes'] / 1e6:,.2f} MB; full bf16 cache "
+            f"cache    {c['policy']}, {c['format']}{f' {n} bits' if (n := c['bits']) < 16 else ''}: "
+            f"{c['bytes'] / 1e6:,.2f} MB; full bf16 cache "
             f"{c['full_bytes'] / 1e6:,.2f} MB; ratio {c['bytes'] / c['full_bytes']:.3f}",
             f"speed    prefill {show(t['prefill_tok_s'], 'tok/s')}; decode {show(t['decode_tok_s'], 'tok/s')}, "
             f"{show(t['decode_gb_s'], 'GB/s')}",
@@ -377,7 +386,7 @@ class Status:
     def __init__(self, text: str):
         self.done = threading.Event()
         self.thread = threading.Thread(target=self.show, args=(text, time.perf_counter()), daemon=True)
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             self.thread.start()
 
     def show(self, text: str, started: float) -> None:
@@ -394,14 +403,33 @@ class Status:
 
 
 def write_json(path: Path, data: dict) -> None:
-    """All or nothing: a file that is there is complete."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    """All or nothing: a file that is there is complete. A pipe or a device is written to, not replaced."""
+    path = path.resolve()
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.parent / f".kv-fast-{os.getpid()}"
     try:
-        part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
-    except OSError as error:
+    finally:
         part.unlink(missing_ok=True)
-        raise UsageError(f"--json {path}: {error.strerror}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Before hours of work, not after: can the report be written there?"""
+    try:
+        path = path.resolve()
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a directory")
+        if not path.exists() or path.is_file():
+            part = path.parent / f".kv-fast-{os.getpid()}"
+            part.touch()
+            part.unlink()
+            path.exists() or (path.touch(), path.unlink())
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}; give a file in a directory that exists") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,7 +443,7 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
         args.chat = tokenizer.has_chat_template
     if args.chat and not tokenizer.has_chat_template:
         raise UsageError("--chat: this checkpoint has no chat template; use --raw")
-    if args.system and not args.chat:
+    if args.system is not None and not args.chat:
         raise UsageError("--system needs a chat template, and --raw or a checkpoint without one leaves it no place")
     if args.compile:
         if compiler_missing(args.device):
@@ -431,14 +459,17 @@ def compiler_missing(device: torch.device) -> bool:
 
 
 def system(args: argparse.Namespace) -> list[dict]:
-    return [{"role": "system", "content": args.system}] if args.system else []
+    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def read_line() -> str:
-    with contextlib.suppress(EOFError):
-        print("> ", end="", file=sys.stderr, flush=True)
+    print("> ", end="", file=sys.stderr, flush=True)
+    try:
         return input().strip()
-    return ""
+    except (EOFError, RuntimeError):  # RuntimeError: there is no stdin at all
+        return ""
+    except UnicodeDecodeError:
+        raise UsageError("--interactive: the input is not UTF-8; convert it first") from None
 
 
 def read_prompt(args: argparse.Namespace) -> tuple[str, str]:
@@ -447,7 +478,10 @@ def read_prompt(args: argparse.Namespace) -> tuple[str, str]:
         text = args.prompt
     elif args.prompt_file is not None:
         try:
-            raw = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+            if args.prompt_file == "-":
+                raw = b"" if sys.stdin is None else sys.stdin.buffer.read()
+            else:
+                raw = Path(args.prompt_file).read_bytes()
             text = raw.decode("utf-8")
         except OSError as error:
             raise UsageError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
@@ -481,7 +515,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--raw", dest="chat", action="store_false", help="the prompt as it is (same as --no-chat)")
     p.add_argument("--interactive", action="store_true", help="a conversation that keeps its cache between turns")
     p.add_argument("--cache", default="full", metavar="NAME[:k=v,..]", help=", ".join(caches.POLICIES))
-    p.add_argument("--budget", type=number, help="slots per KV head, or fraction of the prompt kept (default 0.2)")
+    p.add_argument("--budget", type=number, help="slots per KV head, or fraction of the prompt: 0.2 (default), 1.0")
     p.add_argument("--bits", type=int, default=16, help="16, 8, 4 or 2 per element of the cache")
     p.add_argument("--format", default="auto", help="auto, " + ", ".join(caches.FORMATS))
     p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
@@ -518,7 +552,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise UsageError(f"--device {name}: choose auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
@@ -543,10 +577,21 @@ def check(args: argparse.Namespace) -> None:
     ignored = args.temperature == 0 and (args.top_k is not None or args.top_p is not None)
     refuse(ignored, "--top-k and --top-p do nothing at --temperature 0, which is greedy; give a temperature above 0")
     refuse("" in args.stop, "--stop: an empty text is everywhere; give some text")
+    refuse(not 0 <= args.seed < 2**63, f"--seed {args.seed}: give a number from 0 up, below 2^63")
+    refuse(args.interactive and args.max_new_tokens == 0, "--max-new-tokens 0: --interactive needs at least 1")
+    shrinks = args.interactive and not args.spec.policy().appends and isinstance(args.spec.budget, float)
     refuse(
-        args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()),
-        f"--json {args.json}: not a file in a directory that exists",
+        shrinks, f"--interactive --cache {args.spec.name}: give --budget as a number of slots, there is no one prompt"
     )
+    for flag, text in {"--prompt": args.prompt, "--system": args.system}.items():
+        refuse(text is not None and not_utf8(text), f"{flag}: not UTF-8; convert it first")
+    if args.json is not None:
+        check_writable(args.json)
+
+
+def not_utf8(text: str) -> bool:
+    """Were there bytes on the command line that are not UTF-8? Python smuggles them in as surrogates."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ class NoCache(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         return kernels.causal_attention(q, k, v)
 
-    def fit(self, prompt: int, start: int, room: int) -> None:
+    prefill = forward
+
+    def fit(self, prompt: int, start: int, room: int, limit: int) -> None:
         pass
 
 
@@ -97,15 +99,15 @@ class Transformer(nn.Module):
         """
         B, T = ids.shape
         room = self.max_seq_len - start - T if room is None else room
-        if T < 1 or start < 0 or room < 0 or start + T + room > self.args.max_seq_len:
+        if T < 1 or start < 0 or room < 0 or start + T + room > self.max_seq_len:
             raise ValueError(
                 f"{start} tokens so far + {T} in the prompt + {max(room, 0)} to come: "
-                f"needs at least one, and at most {min(self.max_seq_len, self.args.max_seq_len)} in total"
+                f"needs at least one, and at most {self.max_seq_len} in total"
             )
         pos = torch.arange(start, start + T, device=ids.device).expand(B, T)
         x, rope = self.tok_embeddings(ids), self.rope(pos)
         for layer in self.layers:
-            layer.attention.cache.fit(T, start, room)
+            layer.attention.cache.fit(T, start, room, self.max_seq_len)
             x = layer(x, rope, pos, chunk)
         return self.head(x[:, -1:])[:, 0]
 
@@ -114,9 +116,9 @@ class Transformer(nn.Module):
         if not 1 <= max_seq_len <= self.args.max_seq_len:
             raise ValueError(f"max_seq_len {max_seq_len}: this model has {self.args.max_seq_len} positions")
         weight, args = self.norm.weight, self.args
-        caches = spec(args.n_layer, batch, args.n_kv_head, args.head_dim, weight.dtype, weight.device)
+        caches = spec(args.n_layer, batch, args.n_kv_head, args.head_dim, max_seq_len, weight.dtype, weight.device)
         for layer, cache in zip(self.layers, caches, strict=True):
-            cache.fit(max_seq_len, 0, 0)
+            cache.fit(max_seq_len, 0, 0, max_seq_len)
             layer.attention.cache = cache
         self.max_seq_len = max_seq_len
 
@@ -148,19 +150,19 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
     def forward(self, x: Tensor, rope: Tensor, pos: Tensor, chunk: int | None = None) -> Tensor:
-        """x [B,T,dim]. chunk: only the attention itself sees all T tokens at once, the rest goes in pieces."""
-        if chunk is None or chunk >= x.shape[1]:
-            x = x + self.attention(self.attention_norm(x), rope, pos)
-            return x + self.feed_forward(self.ffn_norm(x))
-        a = self.attention
-        pieces = zip(x.split(chunk, 1), rope.split(chunk, 1), strict=True)
-        q, k, v = (torch.cat(p, 2) for p in zip(*[a.qkv(self.attention_norm(x), r) for x, r in pieces], strict=True))
-        y = a.cache(q, k, v, pos)
-        out = []
-        for x_part, y_part in zip(x.split(chunk, 1), y.split(chunk, 2), strict=True):
-            x_part = x_part + a.out(y_part)
-            out.append(x_part + self.feed_forward(self.ffn_norm(x_part)))
-        return torch.cat(out, 1)
+        """x [B,T,dim]. chunk: tokens at a time, so that of a long prompt only q, k and v exist whole."""
+        x = x + self.attention(in_chunks(self.attention_norm, chunk, x), rope, pos, chunk)
+        return x + in_chunks(lambda x: self.feed_forward(self.ffn_norm(x)), chunk, x)
+
+
+def in_chunks(f: Callable, chunk: int | None, *inputs: Tensor):
+    """f(*inputs), `chunk` tokens at a time where there are more. Dim 1 of all that goes in and comes out is tokens."""
+    if chunk is None or chunk >= inputs[0].shape[1]:
+        return f(*inputs)
+    pieces = [f(*part) for part in zip(*(x.split(chunk, 1) for x in inputs), strict=True)]
+    if isinstance(pieces[0], Tensor):
+        return torch.cat(pieces, 1)
+    return tuple(torch.cat(part, 1) for part in zip(*pieces, strict=True))
 
 
 class Attention(nn.Module):
@@ -174,19 +176,20 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.cache = NoCache()
 
-    def forward(self, x: Tensor, rope: Tensor, pos: Tensor) -> Tensor:
-        q, k, v = self.qkv(x, rope)
-        y = self.cache(q, k, v, pos)
-        return self.out(y)
+    def forward(self, x: Tensor, rope: Tensor, pos: Tensor, chunk: int | None = None) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in in_chunks(self.qkv, chunk, x, rope))
+        y = (self.cache if chunk is None else self.cache.prefill)(q, k, v, pos)
+        return in_chunks(self.out, chunk, y.transpose(1, 2))
 
     def qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B,T,dim] -> q [B,n_head,T,D], k and v [B,n_kv_head,T,D], q and k rotated to their positions."""
-        heads = kernels.linear(x, self.wqkv.weight, self.wqkv.bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = heads.split(self.heads, 1)
+        """x [B,T,dim] -> q [B,T,n_head,D], k and v [B,T,n_kv_head,D], q and k rotated to their positions."""
+        heads = kernels.linear(x, self.wqkv.weight, self.wqkv.bias).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split(self.heads, 2)
         return apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope), v
 
     def out(self, y: Tensor) -> Tensor:
-        return kernels.linear(y.transpose(1, 2).flatten(2), self.wo.weight, self.wo.bias)
+        """y [B,T,n_head,D] -> [B,T,dim]."""
+        return kernels.linear(y.flatten(2), self.wo.weight, self.wo.bias)
 
 
 class FeedForward(nn.Module):
@@ -231,8 +234,8 @@ class RoPE(nn.Module):
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """x [B,H,T,D], rope [B,T,2,D/2]; channel i turns with channel i + D/2."""
-    cos, sin = rope[:, None].to(torch.float32).unbind(-2)  # [B,1,T,D/2]
+    """x [B,T,H,D], rope [B,T,2,D/2]; channel i turns with channel i + D/2."""
+    cos, sin = rope[:, :, None].unbind(-2)  # [B,T,1,D/2]
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 

@@ -147,7 +147,7 @@ def test_reset_is_a_new_cache_buffer_by_buffer(model, name):
     model.setup_caches(spec(name, bits=4), 1, 90)
     new = state(model)
     for layer in model.layers:
-        layer.attention.cache.fit(90, 0, 0)
+        layer.attention.cache.fit(90, 0, 0, 90)
     decode(model, tokens(90), 90)
     assert not same(state(model), new)
     for layer in model.layers:
@@ -219,6 +219,8 @@ class Recorder(torch.nn.Module):
             expected = torch.einsum("bhgt,bhtd->bhgd", score.softmax(-1), values).flatten(1, 2)
             self.errors.append(((y.squeeze(2) - expected).norm() / expected.norm()).item())
         return y
+
+    prefill = forward  # prompts of these tests have more than one token
 
 
 @pytest.mark.parametrize("name", ["window:sink=4", "snapkv:window=16", "pyramid:window=16"])
@@ -319,6 +321,45 @@ def test_second_turn_leaves_what_token_by_token_leaves(model, name, prompt, turn
         c = layer.attention.cache
         assert torch.equal(c.slot_pos, slot_pos)
         assert torch.equal(c.residual.slot, live)
+
+
+@pytest.mark.parametrize("sink", [0, 4, 7])
+def test_window_keeps_its_budget_over_short_turns(model, sink):
+    """The first turn is shorter than the budget, and than the sinks: later turns still get all of it."""
+    ids = tokens(60)
+    model.setup_caches(build(f"window:sink={sink}", budget=300), 1, 400)
+    expected = full_forward(model, ids)
+    model.prefill(ids[:, :2], 0, 3)
+    for t in range(2, 5):
+        model(ids[:, t : t + 1], torch.full((1, 1), t))
+    model.prefill(ids[:, 5:40], 5, 20)
+    for t in range(40, 60):
+        got = model(ids[:, t : t + 1], torch.full((1, 1), t))[:, 0]
+        torch.testing.assert_close(got, expected[:, t], atol=2e-4, rtol=1e-4)
+
+
+def test_decoding_past_the_room_drops_the_oldest_and_a_later_turn_loses_nothing_more(model):
+    ids = tokens(60)
+    model.setup_caches(build("full"), 1, 100)
+    decode(model, ids[:, :20], 15, room=2)
+    held = sorted(model.layers[0].attention.cache.slot_pos[0, 0].tolist())
+    assert held == list(range(3, 20))
+    model.prefill(ids[:, 20:30], start=20, room=10)
+    held = sorted(model.layers[0].attention.cache.slot_pos[0, 0].tolist())
+    assert held == [-1] * 10 + list(range(3, 30))
+
+
+def test_one_token_prompt_is_exact_at_any_bits(model):
+    ids = tokens(30)
+    expected = full_forward(model, ids)
+    model.setup_caches(build("full", bits=2, residual=0), 1, 30)
+    torch.testing.assert_close(model.prefill(ids[:, :1]), expected[:, 0], atol=2e-4, rtol=1e-4)
+
+
+def test_residual_is_never_longer_than_the_sequence():
+    model = tiny_model(n_layer=1)
+    model.setup_caches(build("full", bits=4, residual=10**12), 1, 50)
+    assert model.layers[0].attention.cache.residual.length == 50
 
 
 def test_second_turn_grows_an_appending_cache_and_keeps_what_it_holds(model):
@@ -589,11 +630,6 @@ def test_a_format_needs_only_encode_and_decode(model):
     """The base class reads what encode and decode make, so that a new format is right before it is fast."""
 
     class Half(caches.Store):
-        bits = 16
-
-        def __init__(self, is_key, dim, dtype, device, bits, group):
-            super().__init__(is_key, dim, dtype, device)
-
         def encode(self, x):
             return x.half(), x.abs().amax(-1, keepdim=True)
 
@@ -650,7 +686,14 @@ def test_prefill_refuses_what_does_not_fit(model, ids, start, room):
         (dict(cache="snapkv:kernel=4"), ["kernel=4", "odd"]),
         (dict(cache="snapkv:pool=min"), ["pool=min", "avg"]),
         (dict(cache="window:sink=-1"), ["sink=-1", "negative"]),
-        (dict(cache="pyramid:beta=0.5"), ["beta=0.5"]),
+        (dict(cache="pyramid:beta=0.5"), ["--cache pyramid", "beta=0.5"]),
+        (dict(cache="pyramid:beta=nan"), ["beta=nan"]),
+        (dict(cache="pyramid:beta=inf"), ["beta=inf"]),
+        (dict(cache="snapkv:kernel=99999999999999999999"), ["kernel", "1000"]),
+        (dict(cache="window:sink=1,sink=2"), ["sink", "twice"]),
+        (dict(bits=4.0), ["--bits 4.0"]),
+        (dict(bits=4, residual=1.5), ["--residual 1.5"]),
+        (dict(cache="window", budget="5"), ["--budget 5"]),
         (dict(bits=3), ["--bits 3", "2"]),
         (dict(bits=4, format="kiwi"), ["--format kiwi", "int"]),
         (dict(format="int"), ["--format int", "--bits"]),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model, tokens
+from conftest import decode, tiny_model, tokens
 
 import generate as g
 from cache import build
@@ -159,6 +159,16 @@ def test_the_demonstration_is_about_3000_tokens():
         (["--stop", ""], ["--stop"]),
         (["--device", "tpu"], ["--device tpu", "cpu"]),
         (["--json", "/no/such/dir/x.json"], ["--json /no/such/dir/x.json"]),
+        (["--json", "/proc/x.json"], ["--json /proc/x.json"]),
+        (["--json", "x" * 300], ["--json"]),
+        (["--checkpoint", "a" * 5000], ["aaa"]),
+        (["--seed", str(2**64), "--temperature", "1"], ["--seed"]),
+        (["--seed", "-1"], ["--seed -1"]),
+        (["--device", "cpu:99"], ["--device cpu:99"]),
+        (["--cache", "pyramid:beta=nan", "--budget", "100"], ["beta=nan"]),
+        (["--prompt", "h\udcff"], ["--prompt", "UTF-8"]),
+        (["--interactive", "--max-new-tokens", "0"], ["--max-new-tokens 0"]),
+        (["--interactive", "--cache", "window"], ["--interactive", "--budget"]),
         (["--system", "x", "--raw"], ["--system", "--raw"]),
         (["--interactive", "--prompt", "x"], ["--interactive", "--prompt"]),
         (["--interactive", "--raw"], ["--interactive", "--raw"]),
@@ -184,6 +194,20 @@ def test_prompt_file_not_utf8(cli, tmp_path):
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     code, _, err, _ = cli("--prompt-file", str(tmp_path / "latin"))
     assert code == 2 and "UTF-8" in err and "latin" in err and err.count("\n") == 1
+
+
+def test_json_into_a_pipe_or_through_a_link(cli, tmp_path):
+    (tmp_path / "target.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    assert cli("--prompt", "x", "--max-new-tokens", "1", "--json", str(tmp_path / "link.json"))[0] == 0
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "target.json").read_text())[
+        "new_tokens"
+    ] == 1
+    os.mkfifo(tmp_path / "pipe")
+    reader = subprocess.Popen(["cat", str(tmp_path / "pipe")], stdout=subprocess.PIPE)
+    assert cli("--prompt", "x", "--max-new-tokens", "1", "--json", str(tmp_path / "pipe"))[0] == 0
+    assert json.loads(reader.communicate(timeout=20)[0])["new_tokens"] == 1
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".kv-fast")]
 
 
 @pytest.mark.parametrize("what", ["no-config", "torn", "gguf"])
@@ -262,6 +286,13 @@ def test_a_conversation_reads_nothing_twice(cli, monkeypatch, flags):
     assert whole.count(257) == 6 and whole.count(256) == 5  # three turns of each; the last answer is still open
 
 
+def test_a_line_that_does_not_fit_is_refused_and_the_talk_goes_on(cli, monkeypatch):
+    lines = iter(["Hello", "x" * 5000, "Bye", ""])
+    monkeypatch.setattr("builtins.input", lambda: next(lines))
+    code, _, err, data = cli("--interactive", "--max-new-tokens", "4")
+    assert code == 0 and "still fit" in err and data["new_tokens"] >= 2 and data["prompt_tokens"] < 120
+
+
 def test_second_turn_equals_one_long_prompt(cli, monkeypatch):
     """With a full cache, the second answer is the one that a fresh run on the same tokens gives."""
     lines = iter(["Hello, who are you?", "Go on.", ""])
@@ -335,6 +366,8 @@ def test_sampling():
     assert g.sampler(1.0, None, 0.7, 0, "cpu")(logits).max() == 1
     hot = g.sampler(100.0, None, None, 0, "cpu")(logits).bincount(minlength=4)
     assert hot.min() > 800
+    for extreme in (g.sampler(1e-40, None, None, 0, "cpu"), g.sampler(1.0, None, 1e-300, 0, "cpu")):
+        assert extreme(logits * 100 - 50).max() == 0
     assert torch.equal(g.sampler(0, None, None, 0, "cpu")(logits), logits.argmax(-1))
 
 
@@ -406,11 +439,14 @@ def test_readme_policy_in_five_lines(model):
     try:
         exec(block, {})
         (name,) = set(cache.POLICIES) - set(before)
-        model.setup_caches(build(name, budget=20), 1, 60)
-        model.prefill(tokens(50))
-        held = [layer.attention.cache.slot_pos for layer in model.layers]
-        assert all((h >= 0).sum(-1).eq(20).all() for h in held)
-        assert any(not torch.equal(h[..., :20], torch.arange(30, 50).expand(1, 3, -1).int()) for h in held)
+        model.setup_caches(build(name, budget=50, bits=4), 1, 110)
+        ids = tokens(110)
+        decode(model, ids, 100)
+        for layer in model.layers:
+            held = layer.attention.cache.slot_pos[0, :, :50]
+            assert (held >= 0).all() and held[:, :4].eq(torch.arange(4)).all()  # sinks
+            assert held[:, -32:].eq(torch.arange(68, 100)).all()  # recent tokens
+            assert len({tuple(h.tolist()) for h in held}) == 3  # between them, each head has its own
     finally:
         cache.POLICIES.clear()
         cache.POLICIES.update(before)
