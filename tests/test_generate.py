@@ -429,6 +429,17 @@ def test_text_with_room_for_everything_is_the_full_caches(real):
         assert real(*flags, *cache)[0]["token_ids"] == full["token_ids"]
 
 
+def test_readme_python_example(real, capsys):
+    """The README's example is run as it stands there."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(import torch\n.*?)```", text, re.S)[1]
+    scope = {}
+    exec(block, scope)
+    kept = [(layer.attention.cache.slot_pos >= 0).sum(-1) for layer in scope["model"].layers]
+    assert sum(int(n[0, 0]) for n in kept) == 30 * (256 + 29)
+    assert scope["logits"].shape == (1, 1, 49152) and len(capsys.readouterr().out) > 20
+
+
 def test_readme_policy_in_five_lines(model):
     """The README's example is run as it stands there."""
     import cache
