@@ -157,9 +157,9 @@ def table(rows: list[dict]) -> list[str]:
             "MB",
             "vs bf16",
             "prefill peak MB",
-            "tok/s",
+            "prefill tok/s",
             "decode ms",
-            "tok/s",
+            "decode tok/s",
             "GB/s",
             "vs first",
         ]
