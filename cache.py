@@ -19,6 +19,7 @@ a token's true position; `slot_pos` [B,H,S] is the position held by each slot, -
 Every buffer is mutated in place and keeps its address while a sequence decodes; nothing raises inside `forward`.
 """
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -99,8 +100,8 @@ class KVCache(nn.Module):
         """Write tokens: k and v [B,H,T,D], pos [B,T]; slot [B,H,T], or [B,H,n] with index [B,H,n], the kept ones."""
         pos = pos[:, None].expand(k.shape[:3])
         if self.residual is not None:
-            nowhere = torch.full_like(pos, -1)
-            self.residual.put(slot if index is None else nowhere.scatter(2, index, slot), k, v, pos)
+            slot_of = slot if index is None else torch.full_like(pos, -1).scatter(2, index, slot)
+            self.residual.put(slot_of, k, v, pos)
         if index is not None:
             k, v, pos = take(k, index), take(v, index), pos.gather(2, index)
         where = self.layout.locate(slot)
@@ -546,12 +547,13 @@ class CacheSpec:
     ) -> list[KVCache]:
         """heads: KV heads; dim: head dim; dtype: what 16 bits means, the model's own."""
         length = min(self.residual, max_seq_len)
+        slots = functools.lru_cache(lambda prompt: self.slots(prompt, n_layer))  # every layer asks for the same plan
 
         def layer(i: int) -> KVCache:
             layout = Dense(batch, heads)
             k_store, v_store = (self.store(is_key, dim, dtype, device) for is_key in (True, False))
             residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
-            return KVCache(self.policy(), k_store, v_store, layout, residual, lambda T: self.slots(T, n_layer)[i])
+            return KVCache(self.policy(), k_store, v_store, layout, residual, lambda T: slots(T)[i])
 
         return [layer(i) for i in range(n_layer)]
 

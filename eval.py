@@ -20,22 +20,19 @@ import torch
 
 import cache as caches
 import kernels
-from generate import DecodeStep, Parser, UsageError, compiler_missing, number, pick_device
-from model import CheckpointError, Transformer, load_checkpoint
+from generate import DecodeStep, Parser, UsageError, compiler_missing, exit_code, number, pick_device
+from model import Transformer, load_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
+    def work() -> int:
         args = parse(argv)
         rows = bench(args)
-    except (CheckpointError, caches.SpecError, UsageError) as error:
-        print(f"eval.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    for line in [json.dumps(row) for row in rows] if args.json else table(rows):
-        print(line)
-    return 0
+        for line in [json.dumps(row) for row in rows] if args.json else table(rows):
+            print(line)
+        return 0
+
+    return exit_code("eval.py", work)
 
 
 @dataclass

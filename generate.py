@@ -25,6 +25,8 @@ import cache as caches  # noqa: E402
 import kernels  # noqa: E402
 from model import CheckpointError, Tokenizer, Transformer, TransformerBlock, load_checkpoint  # noqa: E402
 
+EMPTY = "the prompt is empty; give --prompt TEXT, or --prompt-file FILE with some text in it"
+
 
 class UsageError(ValueError):
     """A flag that cannot be obeyed: one sentence that names it, what was given and what would work."""
@@ -34,11 +36,20 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, 2 for a wrong input, 130 when interrupted."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
-    try:
+
+    def work() -> int:
         args = parse(argv)
         return chat(args) if args.interactive else run(args)
+
+    return exit_code("generate.py", work)
+
+
+def exit_code(program: str, work: Callable[[], int]) -> int:
+    """What work returns; for what a person can get wrong, one sentence on stderr and 2; 130 when interrupted."""
+    try:
+        return work()
     except (CheckpointError, caches.SpecError, UsageError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -47,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"generate.py: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        print(f"{program}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         return 2
 
 
@@ -60,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         ids = tokenizer.encode(prompt)
     if not ids:
-        raise UsageError("the prompt is empty; give --prompt TEXT, or --prompt-file FILE with some text in it")
+        raise UsageError(EMPTY)
     left = model.args.max_seq_len - len(ids)
     if args.max_new_tokens > left:
         raise UsageError(
@@ -111,8 +122,8 @@ def chat(args: argparse.Namespace) -> int:
         seen = report.seen
     if seen:
         print(report, file=sys.stderr)
-    if args.json and seen:
-        write_json(args.json, report.data())
+        if args.json:
+            write_json(args.json, report.data())
     return 0
 
 
@@ -203,8 +214,9 @@ class DecodeStep:
         kernels.replay(calls)
         if torch.equal(logits, self.logits) and all(map(torch.equal, state, after)):
             self.again = lambda: kernels.replay(calls)
-        for buffer, new in zip(state, after, strict=True):
-            buffer.copy_(new)
+        else:
+            for buffer, new in zip(state, after, strict=True):
+                buffer.copy_(new)
         return logits
 
 
@@ -409,12 +421,17 @@ def write_json(path: Path, data: dict) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    part = path.parent / f".kv-fast-{os.getpid()}"
+    part = part_file(path)
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def part_file(path: Path) -> Path:
+    """Where a file is written before it takes the place of path; short, whatever path's own name is."""
+    return path.parent / f".kv-fast-{os.getpid()}"
 
 
 def check_writable(path: Path) -> None:
@@ -424,10 +441,9 @@ def check_writable(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a directory")
         if not path.exists() or path.is_file():
-            part = path.parent / f".kv-fast-{os.getpid()}"
-            part.touch()
-            part.unlink()
-            path.exists() or (path.touch(), path.unlink())
+            for probe in [part_file(path)] if path.exists() else [part_file(path), path]:
+                probe.touch()
+                probe.unlink()
     except OSError as error:
         raise UsageError(f"--json {path}: {error.strerror}; give a file in a directory that exists") from None
 
@@ -492,7 +508,7 @@ def read_prompt(args: argparse.Namespace) -> tuple[str, str]:
     else:
         return demonstration(), "[no --prompt: a demonstration, a question about 3,000 tokens of Python's own manual]\n"
     if not text:
-        raise UsageError("the prompt is empty; give --prompt TEXT, or --prompt-file FILE with some text in it")
+        raise UsageError(EMPTY)
     return text, ""
 
 

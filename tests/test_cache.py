@@ -508,7 +508,6 @@ def test_query_position_is_tokens_seen():
     ids = tokens(101)
     model.setup_caches(build("window:sink=0", budget=1.0), 1, 101)
     model.prefill(ids[:, :100], room=1)
-    cache = model.layers[0].attention.cache
     expected = model(ids[:, 100:], torch.tensor([[100]]))
     model.setup_caches(build("window:sink=0", budget=10), 1, 101)
     model.prefill(ids[:, :100], room=1)
