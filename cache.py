@@ -19,6 +19,7 @@ a token's true position; `slot_pos` [B,H,S] is the position held by each slot, -
 Every buffer is mutated in place and keeps its address while a sequence decodes; nothing raises inside `forward`.
 """
 
+import copy
 import functools
 import inspect
 import itertools
@@ -67,6 +68,7 @@ class KVCache(nn.Module):
         super().__init__()
         self.policy, self.k_store, self.v_store = policy, k_store, v_store
         self.layout, self.residual, self.plan = layout, residual, plan
+        self.room, self.origin = 0, None
         empty = torch.empty(layout.batch, layout.heads, 0, dtype=torch.int32, device=k_store.device)
         self.register_buffer("slot_pos", empty, persistent=False)
 
@@ -74,50 +76,62 @@ class KVCache(nn.Module):
         """q [B,H*G,T,D], k and v [B,H,T,D], pos [B,T] -> what attention reads, [B,H*G,T,D]."""
         if q.shape[2] > 1:
             return self.prefill(q, k, v, pos)
-        slot = self.policy.place(self.slot_pos, 1)
+        slot = self.policy.place(self, q, k, v, pos)
         self.put(slot, k, v, pos)
+        self.policy.measure(self, slot)
         y, mass = self.attend(q.unflatten(1, (k.shape[1], -1)).squeeze(3), pos[:, 0])
-        self.policy.observe(mass)
+        if self.policy.learns:
+            self.policy.observe(mass)
         return y.to(q.dtype).flatten(1, 2).unsqueeze(2)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """A whole prompt, or a later chunk on top of what is cached: attend first, then store what earns a slot."""
-        T, S = k.shape[2], self.slot_pos.shape[2]
-        if not (self.slot_pos >= 0).any():
-            y = kernels.causal_attention(q, k, v)
-            index = self.policy.keep(q, k, v, min(self.plan(T), T, S))  # [B,H,n]
-            self.put(self.policy.place(self.slot_pos, index.shape[-1]), k, v, pos, index)
-            return y
-        old_k, old_v = self.read(pos[:, 0] - 1)  # what is new is not stored yet
-        y = kernels.attend_chunk(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), self.slot_pos >= 0)
-        for t in range(0, T, self.policy.stride(S)):  # the tokens of one `place` get slots of their own
-            part = slice(t, t + self.policy.stride(S))
-            slot = self.policy.place(self.slot_pos, k[:, :, part].shape[2])
-            self.put(slot, k[:, :, part], v[:, :, part], pos[:, part])
+        live, keys = self.slot_pos >= 0, k
+        if not live.any():
+            y, live = kernels.causal_attention(q, k, v), None
+        else:
+            old_k, old_v = self.read(pos[:, 0] - 1)  # what is new is not stored yet
+            keys, values = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
+            near = self.nearer(q, pos[:, 0]) if self.policy.relative else None
+            y = kernels.attend_chunk(q, keys, values, live, near, self.policy.sink)
+        slot = self.policy.admit(self, q, keys, v, pos, live)
+        if (need := int(slot.max()) + 1 + self.room) > self.slot_pos.shape[2] and self.policy.appends:
+            self.allocate(need)  # heads that share a budget: only now is it known what the largest wants
+        self.put(slot, k, v, pos)
+        self.policy.measure(self)
         return y
 
-    def put(self, slot: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None = None) -> None:
-        """Write tokens: k and v [B,H,T,D], pos [B,T]; slot [B,H,T], or [B,H,n] with index [B,H,n], the kept ones."""
+    def put(self, slot: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Write tokens k and v [B,H,T,D] at pos [B,T] to their slots [B,H,T]; with T > 1, -1 for one that gets none."""
         pos = pos[:, None].expand(k.shape[:3])
         if self.residual is not None:
-            slot_of = slot if index is None else torch.full_like(pos, -1).scatter(2, index, slot)
-            self.residual.put(slot_of, k, v, pos)
-        if index is not None:
-            k, v, pos = take(k, index), take(v, index), pos.gather(2, index)
-        where = self.layout.locate(slot)
+            self.residual.put(slot, k, v, pos)
+        b, h = rows(slot)
+        if slot.shape[2] > 1:  # heads may keep different numbers of tokens
+            b, h, t = (slot >= 0).nonzero(as_tuple=True)
+            slot, k, v, pos = (x[b, h, t] for x in (slot, k, v, pos))
+        where = self.layout.locate(b, h, slot)
         self.k_store.put(where, k.float())
         self.v_store.put(where, v.float())
-        self.slot_pos[(*rows(slot), slot)] = pos.to(torch.int32)
+        self.slot_pos[b, h, slot] = pos.to(torch.int32)
 
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
         q = q.float() * q.shape[-1] ** -0.5
         live = self.slot_pos >= 0
-        scores = []
         if self.residual is not None:  # a token that is held exactly is read there, not from its codes
             live = live & ~self.residual.covers(self.slot_pos, pos)
-            scores = [self.residual.dot(q)]
-        weights, total = kernels.softmax([self.k_store.dot(q, live), *scores])
+        scores = [self.k_store.dot(q, live)]
+        if self.residual is not None:
+            scores.append(self.residual.dot(q))
+        if self.policy.relative and (sink := self.policy.sink):  # sinks are in the first slots
+            near = self.nearer(q, pos + 1)
+            first = self.k_store.dot(near, live, chunks=-(-sink // CHUNK))[..., :sink]
+            scores[0] = torch.cat([first, scores[0][..., sink:]], -1)
+            if self.residual is not None:
+                is_sink = (self.residual.slot >= 0) & (self.residual.slot < sink)
+                scores[1] = torch.where(is_sink[:, :, None], self.residual.dot(near), scores[1])
+        weights, total = kernels.softmax(scores)
         y = self.v_store.mix(weights[0])
         if self.residual is not None:
             y = y + self.residual.mix(weights[1])
@@ -128,45 +142,71 @@ class KVCache(nn.Module):
             mass = mass.scatter_add(2, self.residual.slot.clamp(min=0).long(), (weights[1] / total).sum(2))
         return y / total, mass
 
+    def nearer(self, q: Tensor, seen: Tensor) -> Tensor:
+        """q [B,*,T,D] as its positions would be if the `seen` [B] tokens so far were only those that are held."""
+        held = torch.minimum(self.policy.count[:, 0], self.policy.capacity)
+        return kernels.turned(q, held - seen, self.policy.frequencies)
+
     def read(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """What attention sees at position pos [B]: k and v [B,H,S,D], decoded, or exact where held exactly."""
         S = self.slot_pos.shape[2]
         k, v = self.k_store.read()[:, :, :S], self.v_store.read()[:, :, :S]
         return (k, v) if self.residual is None else self.residual.overlay(k, v, self.slot_pos, pos)
 
-    def fit(self, prompt: int, start: int, room: int, limit: int) -> None:
-        """Size the buffers for `prompt` tokens from position `start` on and `room` tokens after them.
+    def fit(self, prompts: list[int], starts: list[int], room: int, limit: int) -> int:
+        """Size the buffers for prompts of these lengths, one a sequence, from positions `starts` on, and `room` tokens
+        after them; `limit` is the longest that a sequence can become. Returns how many tokens may be read at a time.
 
-        A new sequence (start 0) empties the cache. A policy that appends gets room for what comes, and more of it when
-        the sequence is continued; one that evicts while decoding has what its budget says from the start, at most
-        `limit`, the longest that the sequence can become.
+        A sequence that begins (start 0) is emptied. A policy that appends gets room for what comes, and more of it when
+        a sequence goes on; one that evicts while decoding has what its budget says from the start.
         """
-        slots = self.slot_pos.shape[2]
-        if not self.policy.appends:
-            slots = slots if start else min(self.plan(prompt), limit)
-        elif start == 0:
-            slots = self.plan(prompt) + room
+        policy, slots, begins = self.policy, self.slot_pos.shape[2], [start == 0 for start in starts]
+        self.room, most = room, limit
+        endless = policy.relative and limit > policy.positions
+        if endless:  # positions in the cache are not to pass the model's: an eighth is left for what is read together
+            most = policy.positions - max(policy.positions // 8, 1)
+        if policy.appends:
+            held = (self.slot_pos >= 0).sum(-1).amax(-1).tolist()
+            need = [room + (self.plan(T) if new else n + T) for T, new, n in zip(prompts, begins, held, strict=True)]
         else:
-            slots = max(slots, int((self.slot_pos >= 0).sum(-1).max()) + prompt + room)
-        if slots != self.slot_pos.shape[2]:
-            self.allocate(slots)
-        if start == 0:
-            self.reset()
+            size = policy.capacity.tolist() if slots else prompts
+            need = [min(self.plan(T), most) if new else n for T, new, n in zip(prompts, begins, size, strict=True)]
+        wanted = max(need) if all(begins) else max(slots, *need)
+        if wanted != slots:
+            if slots:
+                policy.count.clamp_(max=slots)  # tokens beyond that went over older ones
+            self.allocate(wanted)
+        self.reset([b for b, new in enumerate(begins) if new])
+        policy.capacity.copy_(torch.tensor([wanted] * len(need) if policy.appends else need))
+        if endless and any(start + T > policy.positions for T, start in zip(prompts, starts, strict=True)):
+            return policy.positions - max(need)
+        return max(prompts)
 
     def allocate(self, slots: int) -> None:
         """Buffers for `slots` slots a head. Slots that were there before keep their content."""
-        self.policy.allocate(self.layout, self.slot_pos.shape[2], slots, self.slot_pos.device)
+        if self.origin is not None:  # a lane: the memory is the whole cache's
+            whole, row = self.origin
+            whole.allocate(slots)
+            narrow(self, whole, row)
+            return
+        self.policy.allocate(self.layout, slots, self.slot_pos.device)
         self.slot_pos = resized(self.slot_pos, 2, slots, -1)
         for store in (self.k_store, self.v_store):
             store.allocate(self.layout, slots)
 
-    def reset(self) -> None:
-        """Empty: buffer by buffer what a new cache of this size holds."""
-        for buffer in self.buffers():
-            buffer.zero_()
-        self.slot_pos.fill_(-1)
-        if self.residual is not None:
-            self.residual.slot.fill_(-1)
+    def lane(self, row: int) -> "KVCache":
+        """Sequence `row` alone: a cache of one sequence in the same memory. State is only ever mutated in place."""
+        view = narrow(copy.copy(self), self, row)
+        view.origin = self, row
+        return view
+
+    def reset(self, sequences: list[int] | None = None) -> None:
+        """Empty, all or some of the sequences: buffer by buffer what a new cache of this size holds."""
+        sequences = range(len(self.slot_pos)) if sequences is None else sequences
+        fill = {"slot_pos": -1, "residual.slot": -1, "policy.capacity": self.slot_pos.shape[2]}
+        for name, buffer in self.named_buffers():
+            for b in sequences:
+                buffer[b] = fill.get(name, 0)
 
     def bookkeeping(self) -> list[Tensor]:
         """The buffers that say what is where. With these put back, a step done again does the same again."""
@@ -176,6 +216,13 @@ class KVCache(nn.Module):
     def nbytes(self) -> int:
         """Bytes of all live buffers: codes, scales, zeros, residual, slot_pos, and what the policy remembers."""
         return sum(b.numel() * b.element_size() for b in self.buffers())
+
+
+def narrow(view: nn.Module, whole: nn.Module, row: int) -> nn.Module:
+    """view, a shallow copy of whole, with every buffer [B,..] narrowed to one row of the same memory."""
+    view._buffers = {name: buffer[row : row + 1] for name, buffer in whole._buffers.items()}
+    view._modules = {name: m and narrow(copy.copy(m), m, row) for name, m in whole._modules.items()}
+    return view
 
 
 def rows(index: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,62 +256,94 @@ def resized(old: Tensor, dim: int, size: int, fill: int = 0) -> Tensor:
 class Policy(nn.Module):
     """Newest wins: the first `sink` tokens stay, the others leave in order of age.
 
-    A subclass overrides `score(q, k, v) -> [B,H,T]`: what each token of a prompt is worth to each KV head. Whatever the
-    scores, the first `sink` and the last `recent` tokens stay. A policy that learns while it decodes sets `learns` and
-    overrides `observe(mass)`, mass [B,H,S] being the attention that each slot has just received, and `place`.
+    A subclass overrides `score(q, k, v, pos) -> [B,H,T]`, float32: what each token of a prompt is worth to each KV
+    head. Whatever the scores, the first `sink` tokens and the newest `recent` stay, the one being read included.
     """
 
     appends = False  # True: the prompt is compressed once, and later tokens are appended in room kept free for them
     learns = False  # True: `observe` is given mass, which costs a pass over the scores
+    relative = False  # True: positions are counted in the cache, not in the text
 
     def __init__(self, sink: int = 4, recent: int = 32):
         super().__init__()
         self.sink, self.recent = sink, recent
 
-    def allocate(self, layout: "Dense", slots_before: int, slots: int, device: torch.device) -> None:
-        """Buffers of the policy's own, for more or fewer slots than before. `count` [B]: tokens placed so far."""
-        if hasattr(self, "count"):
-            self.count.clamp_(max=slots_before)  # tokens beyond that went over older ones
-        else:
-            self.register_buffer("count", torch.zeros(layout.batch, dtype=torch.int64, device=device), persistent=False)
+    def attach(self, layer: int, frequencies: Tensor, positions: int) -> "Policy":
+        """Told once where it works: the layer's number, the model's rotary frequencies [D/2], its longest text."""
+        self.frequencies, self.positions = frequencies, positions
+        return self
 
-    def score(self, q, k, v):
-        return torch.arange(k.shape[2], device=k.device, dtype=torch.float32).expand(k.shape[:3])
+    def allocate(self, layout: "Dense", slots: int, device: torch.device) -> None:
+        """Buffers of the policy's own, for more or fewer slots than before. count [B,H]: tokens placed so far, by which
+        slots are filled in order; capacity [B]: slots that a sequence may use, S unless its prompt was shorter."""
+        B, H = layout.batch, layout.heads
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(B, H, dtype=torch.int64, device=device), persistent=False)
+            self.register_buffer("capacity", torch.zeros(B, dtype=torch.int64, device=device), persistent=False)
+        self.capacity.fill_(slots)
 
-    def observe(self, mass):
-        pass
+    def score(self, q, k, v, pos):
+        return pos[:, None].expand(k.shape[:3]).float()
 
     def budgets(self, budget: int, prompt: int, n_layer: int) -> list[int]:
         """Slots for a prompt, layer by layer. Their sum is n_layer * budget, and never more than the prompt has."""
         return [min(budget, prompt) if self.appends else budget] * n_layer
 
-    def protect(self, T: int, device: torch.device) -> Tensor:
-        """bool [T]: sinks and recent tokens are never victims."""
-        t = torch.arange(T, device=device)
-        return (t < self.sink) | (t >= T - self.recent)
+    def newest(self, slots):
+        """How many of `slots` (int, or tensor [B]) are for the newest tokens: `recent`, or that part of them."""
+        if self.recent >= 1 or self.recent == 0:
+            return self.recent
+        return (slots.double() * self.recent).long() if isinstance(slots, Tensor) else int(slots * self.recent)
 
-    def keep(self, q: Tensor, k: Tensor, v: Tensor, n: int) -> Tensor:
-        """The n tokens of a prompt that get a slot: q [B,H*G,T,D], k and v [B,H,T,D] -> index [B,H,n], ascending."""
-        T = k.shape[2]
-        if n >= T:
-            return torch.arange(T, device=k.device).expand(k.shape[:3])
-        score = self.score(q, k, v).masked_fill(self.protect(T, k.device), float("inf"))
-        return score.topk(n, -1).indices.sort(-1).values
+    def least(self) -> int:
+        """The fewest slots that leave one to decide about."""
+        if self.recent >= 1:
+            return self.sink + self.recent + 1
+        return next(n for n in itertools.count(int(self.sink / (1 - self.recent))) if n - self.newest(n) > self.sink)
 
-    def place(self, slot_pos: Tensor, T: int) -> Tensor:
-        """The slots [B,H,T] of the next T tokens, at most `stride` of them: free ones, then the oldest but the sinks.
+    def keep(self, score: Tensor, where: Tensor, n: int, newest: int) -> Tensor:
+        """The n of C tokens that stay: score [B,H,C], positions where [B,H,C], -1 for none -> bool [B,H,C]."""
+        if n >= score.shape[-1]:
+            return torch.ones_like(score, dtype=torch.bool)
+        protected = (where < self.sink) | (where > where.amax(-1, keepdim=True) - newest)
+        best = score.masked_fill(protected & (where >= 0), float("inf")).topk(n, -1).indices
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
 
-        Slots are filled in order, so a counter finds the oldest: no search over S, whatever its size.
+    def admit(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, live: Tensor | None) -> Tensor:
+        """The slots [B,H,T] of T tokens that are read together, -1 for those that get none.
+
+        q [B,H*G,T,D], v [B,H,T,D], pos [B,T]. A prompt has live = None and k [B,H,T,D]: of what is kept, position and
+        slot ascend together. A chunk that follows has live [B,H,S], and k [B,H,S+T,D] with the cached slots' keys.
         """
-        S = slot_pos.shape[2]
-        n = self.count[:, None] + torch.arange(T, device=slot_pos.device)  # [B,T]
-        self.count.add_(T)  # in place: += would rebind the attribute
-        slot = torch.where(n < S, n, S - self.stride(S) + (n - S) % self.stride(S))
-        return slot[:, None].expand(-1, slot_pos.shape[1], -1)
+        T = q.shape[2]
+        if live is not None:
+            return self.append(T)
+        n = min(cache.plan(T), T, int(self.capacity.max())) if self.appends else min(int(self.capacity.max()), T)
+        score = torch.zeros(v.shape[:3], device=v.device) if n == T else self.score(q, k, v, pos)
+        kept = self.keep(score, pos[:, None].expand_as(score), n, self.newest(n))
+        self.count.copy_(kept.sum(-1))
+        return torch.where(kept, kept.cumsum(-1) - 1, -1)
 
-    def stride(self, slots: int) -> int:
-        """How many tokens can be placed before one falls on another."""
-        return max(slots - self.sink, 1)
+    def place(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """The slot [B,H,1] of the next token: q [B,H*G,1,D], k and v [B,H,1,D], pos [B,1]."""
+        return self.append(1)
+
+    def append(self, T: int) -> Tensor:
+        """The slots [B,H,T] of the next T tokens: free ones, then the oldest but the sinks; -1 for a token that another
+        one of them would overwrite. Slots are filled in order, so a counter finds the oldest: no search over S."""
+        size = self.capacity[:, None, None]
+        cycle = (size - self.sink).clamp(min=1)
+        i = torch.arange(T, device=size.device)
+        n = self.count[..., None] + i
+        self.count.add_(T)  # in place: += would rebind the attribute
+        slot = torch.where(n < size, n, size - cycle + (n - size) % cycle)
+        return torch.where((n < size - cycle) | (i >= T - cycle), slot, -1)
+
+    def measure(self, cache: KVCache, slot: Tensor | None = None) -> None:
+        """Called after a step wrote to slot [B,H,1], or a prompt to any: for a policy that looks at stored keys."""
+
+    def observe(self, mass: Tensor) -> None:
+        """Only if `learns`: the attention [B,H,S] that each slot has just received, summed over the query group."""
 
 
 class Full(Policy):
@@ -280,10 +359,20 @@ class Full(Policy):
 
 
 class Window(Policy):
-    """The first `sink` tokens and the newest ones (StreamingLLM's cache, 2309.17453, at original positions)."""
+    """The first `sink` tokens and the newest, at the positions they had in the text (2309.17453, its cache alone)."""
 
     def __init__(self, sink: int = 4):
         super().__init__(sink, recent=0)
+
+
+class Streaming(Window):
+    """The same tokens, at positions counted in the cache: text without end (StreamingLLM, 2309.17453).
+
+    Rotary attention knows differences only, and between recent tokens those are right as they are. So nothing is
+    rotated anew but the query that the sinks get, as if nothing had been evicted between them and the rest.
+    """
+
+    relative = True
 
 
 class SnapKV(Policy):
@@ -303,7 +392,7 @@ class SnapKV(Policy):
             )
         self.kernel, self.pool = kernel, pool
 
-    def score(self, q, k, v):
+    def score(self, q, k, v, pos):
         mass = kernels.window_mass(q, k, self.recent)[..., : -self.recent]
         if self.pool == "avg":
             mass = F.avg_pool1d(mass, self.kernel, 1, self.kernel // 2, count_include_pad=False)
@@ -315,18 +404,29 @@ class SnapKV(Policy):
 class PyramidKV(SnapKV):
     """SnapKV with more slots for the lower layers, fewer for the upper ones, and the same total (2406.02069).
 
-    Beyond the window, layer budgets fall linearly from 2B - B/beta to B/beta, where B is their mean.
+    Beyond the window, layer budgets fall linearly from 2B - B/beta to B/beta, where B is their mean. `reference` gives
+    the authors' own numbers instead, whose floor division allots more than was asked for.
     """
 
-    def __init__(self, window: int = 16, kernel: int = 5, pool: str = "avg", sink: int = 0, beta: float = 4.0):
+    def __init__(
+        self,
+        window: int = 16,
+        kernel: int = 5,
+        pool: str = "avg",
+        sink: int = 0,
+        beta: float = 4.0,
+        reference: bool = False,
+    ):
         super().__init__(window, kernel, pool, sink)
         if not 1 <= beta < float("inf"):
             raise SpecError(f"beta={beta:g}: must be a number from 1 (all layers alike) up")
-        self.beta = beta
+        self.beta, self.reference = beta, reference
 
     def budgets(self, budget, prompt, n_layer):
         if budget >= prompt or n_layer == 1:
             return [min(budget, prompt)] * n_layer
+        if self.reference:
+            return self.reference_budgets(budget - self.recent, prompt, n_layer)
         mean = Fraction(budget - self.recent)
         bottom = max(mean / Fraction(self.beta), Fraction(self.sink + 1))
         top = min(2 * mean - bottom, Fraction(prompt - self.recent))  # a layer cannot keep more than there is
@@ -335,8 +435,280 @@ class PyramidKV(SnapKV):
         ends = [int(n * top - step * (n * (n - 1) // 2) + Fraction(1, 2)) for n in range(n_layer + 1)]
         return [self.recent + b - a for a, b in itertools.pairwise(ends)]
 
+    def reference_budgets(self, mean: int, prompt: int, n_layer: int) -> list[int]:
+        if prompt < 2 * mean:
+            return [self.recent + mean] * n_layer
+        bottom = int(mean // self.beta)
+        top = min(2 * mean - bottom, prompt - self.recent)
+        step = (top - (2 * mean - top)) // (n_layer - 1)
+        return [self.recent + max(top - i * step, self.sink + 1) for i in range(n_layer)]
 
-POLICIES: dict[str, type[Policy]] = {"full": Full, "window": Window, "snapkv": SnapKV, "pyramid": PyramidKV}
+
+class AdaKV(SnapKV):
+    """SnapKV whose heads share one budget a layer: a head whose attention is spread keeps more (2407.11550).
+
+    The best H * budget tokens of all heads together stay, and at least a part `floor` of an even share in each head.
+    All heads get as many slots as the largest needs; what each keeps is in the report.
+    """
+
+    def __init__(self, window: int = 64, kernel: int = 5, pool: str = "avg", sink: int = 0, floor: float = 0.2):
+        super().__init__(window, kernel, pool, sink)
+        if not 0 <= floor <= 1:
+            raise SpecError(f"floor={floor:g}: must be from 0 to 1 (all heads alike)")
+        self.floor = floor
+
+    def keep(self, score, where, n, newest):
+        if n >= score.shape[-1]:
+            return super().keep(score, where, n, newest)
+        always = self.sink + newest
+        sure = super().keep(score, where, always + int(self.floor * (n - always)), newest)
+        best = score.masked_fill(sure, float("inf")).flatten(1).topk(n * score.shape[1], -1).indices
+        return torch.zeros_like(sure).flatten(1).scatter_(-1, best, True).view_as(sure)
+
+
+class Expected(Policy):
+    """What queries of the next `future` positions can be expected to look at (ExpectedAttention, 2510.00636).
+
+    Queries before rotation are taken for Gaussian; the mean and covariance of the prompt's own, sinks excluded, are
+    turned by the average rotation of the positions to come. Weighted with the norm of what would be read.
+    """
+
+    appends = True
+
+    def __init__(self, sink: int = 4, recent: int = 0, future: int = 512):
+        super().__init__(sink, recent)
+        if future < 1:
+            raise SpecError("future=0: give at least 1 position to come")
+        self.future = future
+
+    def score(self, q, k, v, pos):
+        (B, H, T, D), heads = k.shape, q.shape[1]
+        total, square = q.new_zeros(B, heads, D).double(), q.new_zeros(B, heads, D, D).double()
+        for t in range(self.sink, T, 1024):
+            plain = kernels.apply_rope(q[:, :, t : t + 1024].float(), self.rope(-pos[:, None, t : t + 1024])).double()
+            total += plain.sum(2)
+            square += plain.mT @ plain
+        n = max(T - self.sink, 1)
+        mean, ahead = total / n, self.rope(pos[:, None, -1:] + 1 + torch.arange(self.future, device=q.device))
+        covariance = square / n - mean[..., None] * mean[..., None, :]
+        ahead = ahead.mean(2, keepdim=True)  # of cos and sin: an average of rotation matrices
+        mean = kernels.apply_rope(mean[:, :, None].float(), ahead) * D**-0.5
+        covariance = kernels.apply_rope(kernels.apply_rope(covariance.float(), ahead).mT, ahead) / (2 * D)
+        worth = k.new_zeros(B, H, T, dtype=torch.float32)
+        for g in range(heads // H):  # one query head of each group at a time
+            mu, sigma = (x.unflatten(1, (H, -1))[:, :, g] for x in (mean, covariance))
+            parts = [
+                (part @ mu.mT)[..., 0] + ((part @ sigma) * part).sum(-1) for part in map(Tensor.float, k.split(1024, 2))
+            ]
+            logit = torch.cat(parts, -1)
+            logit[..., : self.sink] = float("-inf")
+            worth += logit.softmax(-1)
+        return worth * torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32)
+
+    def rope(self, pos):
+        """pos [B,1,T] -> cos and sin [B,1,T,2,D/2], float64."""
+        angle = pos[..., None].double() * self.frequencies.double()
+        return torch.stack([angle.cos(), angle.sin()], -2)
+
+
+class Ranked(Policy):
+    """At every step, the token that ranks lowest makes way. rank [B,H,S]: what each slot's token is worth, float32.
+
+    With `score` alone a token's rank is what it was worth when it came. A policy that learns overrides `weigh`, for a
+    prompt, and `observe`, for a step, where a new token starts from 0.
+    """
+
+    rank: Tensor
+
+    def allocate(self, layout, slots, device):
+        super().allocate(layout, slots, device)
+        if not hasattr(self, "rank"):
+            self.register_buffer("rank", torch.empty(layout.batch, layout.heads, 0, device=device), persistent=False)
+        self.rank = resized(self.rank, 2, slots)
+
+    def score(self, q, k, v, pos):
+        return torch.zeros(k.shape[:3], device=k.device)
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, live: Tensor | None) -> Tensor:
+        """What the cached slots and the new tokens are worth, [B,H,S+T]; arguments as for `admit`."""
+        new = self.score(q, k[:, :, -v.shape[2] :], v, pos)
+        return new if live is None else torch.cat([self.rank, new], -1)
+
+    def admit(self, cache, q, k, v, pos, live):
+        T, size = v.shape[2], int(self.capacity.max())
+        worth, where, newest = self.weigh(q, k, v, pos, live), pos[:, None].expand(v.shape[:3]), self.newest(size)
+        held = 0
+        if live is not None:  # what was read last always has a slot, as after a step
+            held, newest = int(self.count.max()), max(newest, 1)
+            worth[..., :-T].masked_fill_(~live, float("-inf"))
+            where = torch.cat([cache.slot_pos, where], -1)
+        kept = self.keep(worth, where, min(held + T, size), newest)
+        stays = F.pad(kept[..., :-T], (0, cache.slot_pos.shape[2] - (kept.shape[2] - T)))
+        free = stays.byte().argsort(dim=-1, stable=True)  # the slots that are free, or now become so, in order
+        new = kept[..., -T:]
+        slot = torch.where(new, free.gather(-1, (new.cumsum(-1) - 1).clamp(min=0)), -1)
+        self.count.copy_(kept.sum(-1))
+        if live is not None:
+            self.rank.copy_(torch.where(live, worth[..., :-T], self.rank))
+        b, h, t = new.nonzero(as_tuple=True)
+        self.rank[b, h, slot[b, h, t]] = worth[..., -T:][b, h, t]
+        return slot
+
+    def place(self, cache, q, k, v, pos):
+        size, p = self.capacity[:, None], pos[..., None].to(torch.int32)
+        newest = self.newest(self.capacity)
+        newest = newest[:, None, None].to(torch.int32) if isinstance(newest, Tensor) else newest
+        evictable = (cache.slot_pos >= self.sink) & (cache.slot_pos <= p - newest)
+        victim = self.rank.masked_fill(~evictable, float("inf")).argmin(-1)
+        slot = torch.where(self.count < size, self.count, victim)[..., None]
+        self.count.copy_(torch.minimum(self.count + 1, size))
+        self.rank[(*rows(slot), slot)] = self.score(q, k, v, pos)
+        return slot
+
+
+class H2O(Ranked):
+    """Tokens that have received most attention from all queries so far, and the newest (2306.14048).
+
+    `recent`: a number of tokens or, below 1, a part of the budget. Sums are exact and causal, and never divided by age.
+    """
+
+    learns = True
+
+    def __init__(self, recent: float = 0.5, sink: int = 0):
+        if recent >= 1 and recent != int(recent):
+            raise SpecError(f"recent={recent:g}: give a number of tokens, or a part of the budget below 1")
+        super().__init__(sink, recent if 0 < recent < 1 else int(recent))
+
+    def weigh(self, q, k, v, pos, live):
+        mass = kernels.column_mass(q, k, live)
+        return mass if live is None else mass + F.pad(self.rank, (0, v.shape[2]))
+
+    def observe(self, mass):
+        self.rank.add_(mass)
+
+
+class TOVA(Ranked):
+    """Tokens that the last query looks at, the same ones in all heads of a layer (2401.06104)."""
+
+    learns = True
+
+    def __init__(self, sink: int = 0, recent: int = 1):
+        super().__init__(sink, recent)
+
+    def weigh(self, q, k, v, pos, live):
+        mass = kernels.window_mass(q, k, 1, live)
+        return mass.mean(1, keepdim=True).expand_as(mass).clone()
+
+    def observe(self, mass):
+        self.rank.copy_(mass.mean(1, keepdim=True).expand_as(mass))
+
+
+class KeyNorm(Ranked):
+    """Tokens with small keys: those get much attention (2406.11430)."""
+
+    def __init__(self, sink: int = 0, recent: int = 0):
+        super().__init__(sink, recent)
+
+    def score(self, q, k, v, pos):
+        return -torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)
+
+
+class KeyDiff(Ranked):
+    """Tokens whose keys point away from the average direction of all that are held (2504.15364).
+
+    The average changes with every token, so all ranks do: one more query over the keys, as they are stored. anchor
+    [B,H,D] is the sum of their directions, kept up to date, and scale [B,H,S] one over their lengths.
+    """
+
+    def __init__(self, sink: int = 0, recent: int = 0):
+        super().__init__(sink, recent)
+
+    def allocate(self, layout, slots, device):
+        super().allocate(layout, slots, device)
+        if not hasattr(self, "scale"):
+            empty = torch.empty(layout.batch, layout.heads, 0, device=device)
+            self.register_buffer("scale", empty, persistent=False)
+            self.register_buffer(
+                "anchor", empty.new_zeros(*empty.shape[:2], 2 * len(self.frequencies)), persistent=False
+            )
+        self.scale = resized(self.scale, 2, slots)
+
+    def weigh(self, q, k, v, pos, live):
+        scale = 1 / torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).clamp(min=1e-30)  # [B,H,S+T]
+        if live is not None:
+            scale[..., : live.shape[2]] *= live
+        parts = [(s[:, :, None], part.float()) for s, part in zip(scale.split(1024, 2), k.split(1024, 2), strict=True)]
+        anchor = sum(s @ part for s, part in parts)  # [B,H,1,D]
+        return -torch.cat([s * (anchor @ part.mT) for s, part in parts], -1)[:, :, 0]
+
+    def place(self, cache, q, k, v, pos):
+        slot = super().place(cache, q, k, v, pos)
+        self.anchor.sub_(self.direction(cache, slot))
+        return slot
+
+    def direction(self, cache, slot):
+        """Of the key that is stored in slot [B,H,1]: [B,H,D]."""
+        b, h = rows(slot)
+        return (cache.k_store.at(cache.layout.locate(b, h, slot)) * self.scale[b, h, slot][..., None])[:, :, 0]
+
+    def measure(self, cache, slot=None):
+        S, live = self.scale.shape[2], cache.slot_pos >= 0
+        if slot is None:
+            key = cache.k_store.decoded().flatten(2, 3)[:, :, :S].float()
+            self.scale.copy_(live / key.norm(dim=-1).clamp(min=1e-30))
+            self.anchor.copy_((self.scale[:, :, None] @ key)[:, :, 0])
+        else:
+            b, h = rows(slot)
+            key = cache.k_store.at(cache.layout.locate(b, h, slot))
+            self.scale[b, h, slot] = 1 / key.norm(dim=-1).clamp(min=1e-30)
+            self.anchor.add_(self.direction(cache, slot))
+        along = cache.k_store.dot(self.anchor[:, :, None], torch.ones_like(live))[:, :, 0, :S]
+        self.rank.copy_(-along * self.scale)
+
+
+class Random(Ranked):
+    """Any tokens, drawn with `seed`: what a policy has to beat.
+
+    A draw depends on layer, head and position alone, so that neither chunks nor neighbours in a batch change it.
+    """
+
+    def __init__(self, seed: int = 0, sink: int = 0, recent: int = 0):
+        super().__init__(sink, recent)
+        self.seed = seed % 2**31
+
+    def attach(self, layer, frequencies, positions):
+        self.layer = torch.tensor(layer, device=frequencies.device)
+        return super().attach(layer, frequencies, positions)
+
+    def score(self, q, k, v, pos):
+        head = torch.arange(k.shape[1], device=k.device)[:, None]
+        # Every product stays below 2^63, where eager and compiled code agree.
+        x = (
+            (pos[:, None] & 0x3FFFFFFF) * 0x9E3779B1
+            + head * 0x85EBCA6B
+            + self.layer * 0xC2B2AE35
+            + self.seed * 0x27D4EB2F
+        )
+        for _ in range(3):
+            x = x & 0xFFFFFFFF
+            x = (x ^ (x >> 16)) * 0x45D9F3B
+        return ((x >> 8) & 0xFFFFFF).float()
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "full": Full,
+    "window": Window,
+    "streaming": Streaming,
+    "h2o": H2O,
+    "tova": TOVA,
+    "snapkv": SnapKV,
+    "pyramid": PyramidKV,
+    "adakv": AdaKV,
+    "expected": Expected,
+    "keynorm": KeyNorm,
+    "keydiff": KeyDiff,
+    "random": Random,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,9 +770,16 @@ class Store(nn.Module):
         """All slots, [B,H,n*C,D], in the model's dtype."""
         return self.decoded().flatten(2, 3).to(self.dtype)
 
-    def dot(self, q: Tensor, live: Tensor) -> Tensor:
-        """q [B,H,G,D] float32, live [B,H,S] -> scores [B,H,G,n*C], -inf where a slot is not live."""
-        return kernels.dot(q, (self.decoded().mT,), live)
+    def at(self, where: tuple[Tensor, ...]) -> Tensor:
+        """What is stored at the places `where` [B,H,T]: [B,H,T,D] float32."""
+        b, h, chunk, lane = where
+        last = [self.slots_last(i) for i in range(len(self.names))]
+        parts = zip(self.parts, last, strict=True)
+        return self.decode(*(p[b, h, chunk, :, lane] if end else p[b, h, chunk, lane] for p, end in parts)).float()
+
+    def dot(self, q: Tensor, live: Tensor, chunks: int | None = None) -> Tensor:
+        """q [B,H,G,D] float32, live [B,H,S] -> scores [B,H,G,n*C] of all chunks or the first, -inf where not live."""
+        return kernels.dot(q, (self.decoded().mT[:, :, :chunks],), live)
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,n*C] float32 -> weighted sum of the values [B,H,G,D]."""
@@ -438,8 +817,9 @@ class IntStore(Store):
         x = torch.cat(planes, -1) * scale[..., None] + zero[..., None]
         return kernels.rotate(x.flatten(-2), self.rotation)  # its own inverse
 
-    def dot(self, q, live):
-        return kernels.dot(kernels.rotate(q, self.rotation), self.parts, live, self.bits, self.group)
+    def dot(self, q, live, chunks=None):
+        parts = tuple(part[:, :, :chunks] for part in self.parts)
+        return kernels.dot(kernels.rotate(q, self.rotation), parts, live, self.bits, self.group)
 
     def mix(self, p):  # the sum of rotated values is the rotated sum: undo it once
         return kernels.rotate(kernels.mix(p, self.parts, self.bits, self.group), self.rotation)
@@ -512,10 +892,9 @@ class Dense:
     def __init__(self, batch: int, heads: int):
         self.batch, self.heads = batch, heads
 
-    def locate(self, slot: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """slot [B,H,T] -> indices (page, head, chunk, lane) into a store's buffers."""
-        page, head = rows(slot)
-        return page, head, slot // CHUNK, slot % CHUNK
+    def locate(self, sequence: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Slots of sequences and heads, tensors that broadcast -> indices (page, head, chunk, lane) into a store."""
+        return sequence, head, slot // CHUNK, slot % CHUNK
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -535,27 +914,32 @@ class CacheSpec:
     group: int
     layout: str = "dense"
 
+    @property
+    def endless(self) -> bool:
+        """May a text be longer than the model's positions?"""
+        return self.policy().relative
+
     def slots(self, prompt: int, n_layer: int) -> list[int]:
         """Slots per KV head that each layer may give to a prompt of that many tokens."""
         policy, budget = self.policy(), self.budget
         if isinstance(budget, float):  # a fraction of a short prompt never falls below what the policy needs
-            budget = max(round(budget * prompt), policy.sink + policy.recent + 1)
+            budget = max(round(budget * prompt), policy.least())
         return policy.budgets(budget, prompt, n_layer)
 
-    def __call__(
-        self, n_layer: int, batch: int, heads: int, dim: int, max_seq_len: int, dtype: torch.dtype, device
-    ) -> list[KVCache]:
-        """heads: KV heads; dim: head dim; dtype: what 16 bits means, the model's own."""
-        length = min(self.residual, max_seq_len)
-        slots = functools.lru_cache(lambda prompt: self.slots(prompt, n_layer))  # every layer asks for the same plan
+    def __call__(self, args, rope: Tensor, batch: int, max_seq_len: int, dtype: torch.dtype, device) -> list[KVCache]:
+        """args: the model's shape (n_layer, n_kv_head, head_dim, max_seq_len); rope: its rotary frequencies [D/2];
+        dtype: what 16 bits means, the model's own."""
+        length, dim = min(self.residual, max_seq_len), args.head_dim
+        slots = functools.lru_cache(lambda prompt: self.slots(prompt, args.n_layer))  # one plan, for all layers
 
         def layer(i: int) -> KVCache:
-            layout = Dense(batch, heads)
+            layout = Dense(batch, args.n_kv_head)
             k_store, v_store = (self.store(is_key, dim, dtype, device) for is_key in (True, False))
             residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
-            return KVCache(self.policy(), k_store, v_store, layout, residual, lambda T: slots(T)[i])
+            policy = self.policy().attach(i, rope, args.max_seq_len)
+            return KVCache(policy, k_store, v_store, layout, residual, lambda T: slots(T)[i])
 
-        return [layer(i) for i in range(n_layer)]
+        return [layer(i) for i in range(args.n_layer)]
 
     def store(self, is_key: bool, dim: int, dtype: torch.dtype, device) -> Store:
         if self.bits == 16:
@@ -614,7 +998,7 @@ def build(
 
 
 def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
-    least = policy.sink + policy.recent + 1
+    least = policy.least()
     if not isinstance(budget, (int, float)):
         raise SpecError(f"--budget {budget}: give a number")
     if isinstance(budget, float) and budget > 1 and budget.is_integer():
@@ -625,7 +1009,7 @@ def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
         )
     if isinstance(budget, int) and budget < least:
         raise SpecError(
-            f"--budget {budget}: {name} always keeps {policy.sink} sinks and {policy.recent} recent tokens; "
+            f"--budget {budget}: {name} always keeps {policy.sink} sinks and {policy.newest(budget)} recent tokens; "
             f"give at least {least}, or 1.0 for everything"
         )
     return budget

@@ -3,7 +3,9 @@
     linear             one matrix product of the model
     causal_attention   the prompt attends to itself (prefill)
     attend_chunk       a later chunk attends to cached slots and causally to itself (second turn of a chat)
-    window_mass        what the last queries of a prompt look at (SnapKV's evidence)
+    column_mass        what attention every key of a prompt receives, exactly, without T x T (H2O's evidence)
+    window_mass        the same of the last queries only (SnapKV's evidence)
+    apply_rope         rotary positions
     dot, mix           q . K and p . V straight from the written-down form of a cache, one query per sequence
     softmax            one softmax over several pieces of a cache
     pack, unpack       small integers in bytes
@@ -48,41 +50,88 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, live: Tensor, rows: int = 128) -> Tensor:
-    """T queries over S cached slots and causally over their own T tokens.
-
-    q [B,H*G,T,D], k and v [B,H,S+T,D] with the cached slots first, live [B,H,S] true where a slot holds a token
-    -> [B,H*G,T,D]. The scores of `rows` queries exist at a time.
-    """
-    B, H, D, T = k.shape[0], k.shape[1], k.shape[-1], q.shape[2]
-    S = k.shape[2] - T
-    q = q.reshape(B, H, -1, T, D)
-    seen = torch.cat([live, live.new_ones(B, H, T)], -1)[:, :, None, None]  # [B,H,1,1,S+T]
-    column = torch.arange(S + T, device=q.device)
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, live: Tensor, near: Tensor | None = None, sink: int = 0) -> Tensor:
+    """T queries over S cached slots and causally over their own T tokens; arguments as for `rows_of_attention`,
+    v [B,H,S+T,D] -> [B,H*G,T,D]."""
     y = torch.empty_like(q)
-    for t in range(0, T, rows):
-        row = torch.arange(t, min(t + rows, T), device=q.device)
-        score = (q[:, :, :, t : t + rows].float() * D**-0.5) @ k[:, :, None].float().mT  # [B,H,G,rows,S+T]
-        score = score.masked_fill(~(seen & (column <= S + row[:, None])), float("-inf"))
-        y[:, :, :, t : t + rows] = (score.softmax(-1) @ v[:, :, None].float()).to(y.dtype)
-    return y.flatten(1, 2)
+    v = v.float()
+    for t, weights, total in rows_of_attention(q, k, live, near=near, sink=sink):
+        rows = weights.flatten(2, 3) @ v[:, :, : weights.shape[-1]] / total.flatten(2, 3)[..., None]
+        y[:, :, t : t + weights.shape[3]] = rows.unflatten(2, weights.shape[2:4]).flatten(1, 2).to(y.dtype)
+    return y
 
 
-def window_mass(q: Tensor, k: Tensor, window: int) -> Tensor:
-    """Mean attention of the last `window` queries, and of the query group, on every key.
+def window_mass(q: Tensor, k: Tensor, window: int, live: Tensor | None = None) -> Tensor:
+    """Mean attention of the last `window` queries, and of the query group, on every key: [B,H,S+T].
 
-    q [B,H*G,T,D], k [B,H,T,D] -> [B,H,T], float32: bf16 sums would decide near ties by rounding. Causal inside the
-    window: a key of the window is seen by the rows at and after it only. Memory: window x T of one query head a group.
+    Causal inside the window: a key of the window is seen by the rows at and after it only.
     """
-    B, H, T, D = k.shape
-    q = q.reshape(B, H, -1, T, D)[:, :, :, -window:].float() * D**-0.5
-    future = torch.ones(window, window, dtype=torch.bool, device=q.device).triu(1)
-    mass = torch.zeros(B, H, T, device=q.device)
-    for g in range(q.shape[2]):
-        score = q[:, :, g] @ k.float().mT  # [B,H,window,T]
-        score[..., T - window :].masked_fill_(future, float("-inf"))
-        mass += score.softmax(-1).mean(-2)
-    return mass / q.shape[2]
+    return column_mass(q, k, live, window) / (window * q.shape[1] // k.shape[1])
+
+
+def column_mass(q: Tensor, k: Tensor, live: Tensor | None = None, window: int | None = None) -> Tensor:
+    """Attention that every key receives from all queries, or the last `window`, summed over them and the query group.
+
+    Arguments as for `rows_of_attention` -> [B,H,S+T], float32. The sum over keys is the number of queries times G.
+    """
+    mass = k.new_zeros(k.shape[:3], dtype=torch.float32)
+    first = 0 if window is None else q.shape[2] - window
+    for _, weights, total in rows_of_attention(q, k, live, first):
+        share = (1 / total).flatten(2, 3)[:, :, None] @ weights.flatten(2, 3)  # normalises and sums in one product
+        mass[:, :, : weights.shape[-1]] += share[:, :, 0]
+    return mass
+
+
+def rows_of_attention(
+    q: Tensor,
+    k: Tensor,
+    live: Tensor | None = None,
+    first: int = 0,
+    rows: int = 64,
+    near: Tensor | None = None,
+    sink: int = 0,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Attention weights from query `first` on, `rows` queries at a time, so that T x T never exists.
+
+    q [B,H*G,T,D], k [B,H,S+T,D]: S cached slots, live [B,H,S] where one holds a token, then the queries' own T tokens,
+    which are masked causally. near [B,H*G,T,D]: what the first `sink` slots are asked instead of q. Yields (t, weights
+    [B,H,G,R,S+t+R], their sums over keys [B,H,G,R]) for queries t to t+R, float32: bf16 sums would decide near ties by
+    rounding. Weights are not normalised: they are up to each row's exp(-maximum).
+    """
+    B, H, C, D = k.shape
+    T, S = q.shape[2], C - q.shape[2]
+    for t in range(first, T, rows):
+        R = min(rows, T - t)
+        end = S + t + R
+        x = q[:, :, t : t + R].unflatten(1, (H, -1)).float() * D**-0.5  # [B,H,G,R,D]
+        score = x.new_empty(B, H, x.shape[2] * R, end)
+        for j in range(0, end, 1024):  # a float32 copy of all keys would be larger than the scores
+            part = k[:, :, j : min(j + 1024, end)].float().mT
+            score[..., j : j + part.shape[-1]] = x.flatten(2, 3) @ part
+        if near is not None:
+            x = near[:, :, t : t + R].unflatten(1, (H, -1)).float() * D**-0.5
+            score[..., :sink] = x.flatten(2, 3) @ k[:, :, :sink].float().mT
+        if live is not None:
+            score[..., :S].masked_fill_(~live[:, :, None], float("-inf"))
+        score = score.unflatten(2, (-1, R))
+        future = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
+        score[..., S + t :].masked_fill_(future, float("-inf"))
+        weights = score.sub_(score.amax(-1, keepdim=True)).exp_()  # in place: one block of scores, not three
+        yield t, weights, weights.sum(-1)
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """x [..,D], cos and sin rope [..,2,D/2], the rest as it broadcasts; channel i turns with channel i + D/2."""
+    cos, sin = rope.unbind(-2)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def turned(x: Tensor, by: Tensor, frequencies: Tensor) -> Tensor:
+    """x [B,H,T,D], rotated to some position, as it would be `by` [B] positions later. frequencies: [D/2]."""
+    # A sequence may be millions of tokens long: in float32 a product that large would have lost the angle.
+    angle = (by[:, None, None, None].double() * frequencies.double() % (2 * torch.pi)).float()
+    return apply_rope(x, torch.stack([angle.cos(), angle.sin()], -2))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -11,7 +11,21 @@ import cache as caches
 import kernels
 from cache import build
 
-POLICIES = ["full", "window:sink=2", "snapkv:window=8,kernel=3", "pyramid:window=8,kernel=3"]
+POLICIES = [
+    "full",
+    "window:sink=2",
+    "streaming:sink=2",
+    "h2o",
+    "h2o:recent=9,sink=3",
+    "tova",
+    "snapkv:window=8,kernel=3",
+    "pyramid:window=8,kernel=3",
+    "adakv:window=8,kernel=3",
+    "expected:future=40",
+    "keynorm:recent=2",
+    "keydiff:sink=2",
+    "random:recent=1",
+]
 COMPRESSING = POLICIES[1:]
 
 
@@ -74,7 +88,8 @@ def test_budget_of_everything_is_the_full_cache(model, name, bits, budget):
     model.setup_caches(build("full", bits=bits), 1, 60)
     full = decode(model, ids, 50)
     model.setup_caches(build(name, budget=budget, bits=bits), 1, 60)
-    got = decode(model, ids, 60 if budget == 1.0 and "window" in name else 50)
+    whole = budget == 1.0 and not build(name).policy().appends  # all of the prompt, and no more while decoding
+    got = decode(model, ids, 60 if whole else 50)
     assert torch.equal(got, full[:, -got.shape[1] :]) or torch.allclose(got[:, 0], full[:, -got.shape[1]], atol=2e-4)
     if got.shape == full.shape:
         assert torch.equal(got, full)
@@ -83,6 +98,8 @@ def test_budget_of_everything_is_the_full_cache(model, name, bits, budget):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_residual_of_everything_is_exact(model, name, bits):
+    if "keydiff" in name:
+        pytest.skip("looks at keys as they are written down, exact copies or not")
     ids = tokens(120)
     model.setup_caches(spec(name), 1, 120)
     exact = decode(model, ids, 90)
@@ -101,12 +118,15 @@ def test_first_token_sees_the_whole_prompt(model):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("bits", [16, 4])
 def test_a_row_of_a_batch_is_that_prompt_alone(model, name, bits):
-    ids = torch.cat([tokens(80, seed=s) for s in (1, 2, 3)])
+    # No token twice: in the first layer its keys would have one norm, and rounding would decide between them.
+    ids = torch.stack([torch.randperm(97, generator=torch.Generator().manual_seed(s))[:80] for s in (1, 2, 3)])
     model.setup_caches(spec(name, bits=bits, residual=None if bits == 16 else 16), 3, 80)
     together = decode(model, ids, 60)
     model.setup_caches(spec(name, bits=bits, residual=None if bits == 16 else 16), 1, 80)
     for row in range(3):
-        torch.testing.assert_close(together[row : row + 1], decode(model, ids[row : row + 1], 60), atol=3e-4, rtol=1e-4)
+        alone = decode(model, ids[row : row + 1], 60)
+        # codes on a rounding edge may fall either way
+        torch.testing.assert_close(together[row : row + 1], alone, atol=3e-4 if bits == 16 else 3e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -145,14 +165,16 @@ def test_a_b_a_equals_fresh(model, name, bits):
 @pytest.mark.parametrize("name", POLICIES)
 def test_reset_is_a_new_cache_buffer_by_buffer(model, name):
     model.setup_caches(spec(name, bits=4), 1, 90)
+    used = [layer.attention.cache for layer in model.layers]
+    decode(model, tokens(90), 80)
+    before = state(model)
+    model.setup_caches(spec(name, bits=4), 1, 90)
+    for cache, layer in zip(used, model.layers, strict=True):
+        layer.attention.cache.allocate(cache.slot_pos.shape[2])
+        cache.reset()
     new = state(model)
-    for layer in model.layers:
-        layer.attention.cache.fit(90, 0, 0, 90)
-    decode(model, tokens(90), 90)
-    assert not same(state(model), new)
-    for layer in model.layers:
-        layer.attention.cache.reset()
-    assert same(state(model), new)
+    assert not same(before, new)
+    assert same([b for cache in used for b in cache.buffers()], new)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -197,7 +219,7 @@ class Recorder(torch.nn.Module):
 
     def fit(self, *args):
         self.k, self.v = [], []
-        self.cache.fit(*args)
+        return self.cache.fit(*args)
 
     def forward(self, q, k, v, pos):
         self.k.append(k)
@@ -306,7 +328,7 @@ def test_second_turn_on_a_full_cache_is_one_prompt(model, split):
         torch.testing.assert_close(got, expected[:, t], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [n for n in POLICIES if not isinstance(build(n).policy(), caches.Ranked)])
 @pytest.mark.parametrize("prompt", [2, 50])
 @pytest.mark.parametrize("turn", [3, 45])
 def test_second_turn_leaves_what_token_by_token_leaves(model, name, prompt, turn):
@@ -379,6 +401,14 @@ def test_second_turn_grows_an_appending_cache_and_keeps_what_it_holds(model):
 # Policies
 
 
+def kept(policy, q, k, n):
+    """Positions [B,H,n] of the n tokens of a prompt that stay, ascending."""
+    pos = torch.arange(k.shape[2]).expand(k.shape[0], -1)
+    score = policy.score(q, k, k, pos) if n < k.shape[2] else torch.zeros(k.shape[:3])
+    mask = policy.keep(score, pos[:, None].expand_as(score), n, policy.newest(n))
+    return mask.nonzero()[:, 2].view(*k.shape[:2], n)
+
+
 def naive_snapkv(q, k, window, kernel, pool):
     """From the definition, entry by entry."""
     B, H, T, D = k.shape
@@ -403,13 +433,13 @@ def test_snapkv_scores(pool):
     q, k = torch.randn(2, 6, 30, 16) * 2, torch.randn(2, 2, 30, 16)
     policy = caches.SnapKV(window=6, kernel=5, pool=pool)
     expected = naive_snapkv(q, k, 6, 5, pool)
-    torch.testing.assert_close(policy.score(q, k, k)[..., :24], expected)
-    index = policy.keep(q, k, k, 14)
+    torch.testing.assert_close(policy.score(q, k, k, None)[..., :24], expected)
+    index = kept(policy, q, k, 14)
     assert torch.equal(index, index.sort(-1).values)
     for b in range(2):
         for h in range(2):
-            kept, best = expected[b, h][index[b, h, :-6]].sort().values, expected[b, h].topk(8).values.sort().values
-            torch.testing.assert_close(kept, best)  # by value: max pooling makes ties
+            mine, best = expected[b, h][index[b, h, :-6]].sort().values, expected[b, h].topk(8).values.sort().values
+            torch.testing.assert_close(mine, best)  # by value: max pooling makes ties
             assert index[b, h, -6:].tolist() == list(range(24, 30))
 
 
@@ -430,7 +460,7 @@ def test_groups_with_equal_queries_are_one_head():
     torch.manual_seed(0)
     q, k = torch.randn(1, 3, 40, 16), torch.randn(1, 3, 40, 16)
     policy = caches.SnapKV(window=8)
-    assert torch.equal(policy.keep(q, k, k, 20), policy.keep(q.repeat_interleave(3, 1), k, k, 20))
+    assert torch.equal(kept(policy, q, k, 20), kept(policy, q.repeat_interleave(3, 1), k, 20))
 
 
 @pytest.mark.parametrize("policy", [caches.SnapKV(window=8, kernel=3), caches.PyramidKV(window=8, kernel=3)])
@@ -459,7 +489,7 @@ def test_lengths_around_every_edge(policy, layers):
             torch.manual_seed(T)
             q, k = torch.randn(1, 6, T, 8), torch.randn(1, 2, T, 8)
             for n in set(slots):
-                index = policy.keep(q, k, k, n)
+                index = kept(policy, q, k, n)
                 assert index.shape == (1, 2, n)
                 assert (index[..., 1:] > index[..., :-1]).all()
                 recent = min(w, T)
@@ -592,7 +622,7 @@ def test_bytes_are_the_sum_of_live_buffers_and_shrink_with_bits():
         c = model.layers[0].attention.cache
         codes = 2 * 3 * 512 * (64 * bits // 8 + (0 if bits == 16 else 2 * 2 * 2))
         codes *= 2 if bits == 16 else 1  # float32 model: 16 bits means the model's own dtype
-        assert c.nbytes() == codes + 3 * 512 * 4 + 8  # and slot_pos, and the count of one sequence
+        assert c.nbytes() == codes + 3 * 512 * 4 + (3 + 1) * 8  # and slot_pos, a count for each head, the capacity
         size[bits] = c.nbytes()
     assert size[2] < size[4] < size[8] < size[16]
 
