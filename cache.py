@@ -211,7 +211,8 @@ class KVCache(nn.Module):
     def bookkeeping(self) -> list[Tensor]:
         """The buffers that say what is where. With these put back, a step done again does the same again."""
         residual = [] if self.residual is None else [self.residual.slot]
-        return [self.slot_pos, *residual, *self.policy.buffers()]
+        stored = self.k_store.parts if self.policy.rereads else []
+        return [self.slot_pos, *residual, *self.policy.buffers(), *stored]
 
     def nbytes(self) -> int:
         """Bytes of all live buffers: codes, scales, zeros, residual, slot_pos, and what the policy remembers."""
@@ -263,6 +264,7 @@ class Policy(nn.Module):
     appends = False  # True: the prompt is compressed once, and later tokens are appended in room kept free for them
     learns = False  # True: `observe` is given mass, which costs a pass over the scores
     relative = False  # True: positions are counted in the cache, not in the text
+    rereads = False  # True: `place` looks at the key that it evicts
 
     def __init__(self, sink: int = 4, recent: int = 32):
         super().__init__()
@@ -619,6 +621,8 @@ class KeyDiff(Ranked):
     The average changes with every token, so all ranks do: one more query over the keys, as they are stored. anchor
     [B,H,D] is the sum of their directions, kept up to date, and scale [B,H,S] one over their lengths.
     """
+
+    rereads = True
 
     def __init__(self, sink: int = 0, recent: int = 0):
         super().__init__(sink, recent)

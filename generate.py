@@ -206,7 +206,9 @@ class DecodeStep:
             self.logits = self.model.trunk(self.x, self.rope, self.pos)
         if len(calls) != len(self.model.layers) + 1:  # some work is done elsewhere, as for more than one sequence
             return self.logits
-        kernels.share_scratch(calls, [*self.model.parameters(), *self.model.buffers(), self.x, self.rope, self.pos])
+        constants = [x for m in self.model.modules() for x in vars(m).values() if isinstance(x, Tensor)]
+        lasting = [*self.model.parameters(), *self.model.buffers(), *constants, self.x, self.rope, self.pos]
+        kernels.share_scratch(calls, lasting)
         logits, after = self.logits.clone(), [b.clone() for b in state]
         for buffer, old in zip(state, before, strict=True):
             buffer.copy_(old)
