@@ -361,7 +361,7 @@ class Full(Policy):
 
 
 class Window(Policy):
-    """The first `sink` tokens and the newest, at the positions they had in the text (2309.17453, its cache alone)."""
+    """The first `sink` tokens and the newest, at the positions they had in the text (2309.17453, without its trick)."""
 
     def __init__(self, sink: int = 4):
         super().__init__(sink, recent=0)
@@ -487,7 +487,7 @@ class Expected(Policy):
         (B, H, T, D), heads = k.shape, q.shape[1]
         total, square = q.new_zeros(B, heads, D).double(), q.new_zeros(B, heads, D, D).double()
         for t in range(self.sink, T, 1024):
-            plain = kernels.apply_rope(q[:, :, t : t + 1024].float(), self.rope(-pos[:, None, t : t + 1024])).double()
+            plain = kernels.apply_rope(q[:, :, t : t + 1024].float(), self.rope(-pos[:, None, t : t + 1024]))
             total += plain.sum(2)
             square += plain.mT @ plain
         n = max(T - self.sink, 1)
@@ -508,8 +508,8 @@ class Expected(Policy):
         return worth * torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32)
 
     def rope(self, pos):
-        """pos [B,1,T] -> cos and sin [B,1,T,2,D/2], float64."""
-        angle = pos[..., None].double() * self.frequencies.double()
+        """pos [B,1,T] -> cos and sin [B,1,T,2,D/2]."""
+        angle = (pos[..., None].double() * self.frequencies.double()).float()
         return torch.stack([angle.cos(), angle.sin()], -2)
 
 
@@ -970,7 +970,9 @@ def build(
     """
     name, _, rest = cache.partition(":")
     if name not in POLICIES:
-        raise SpecError(f"--cache {name}: no such policy; choose from {', '.join(POLICIES)}")
+        raise SpecError(
+            f"--cache {name}: no such policy; choose from {', '.join(POLICIES)} (--cache help explains them)"
+        )
     arguments = parse_arguments(name, rest)
     try:
         policy = POLICIES[name](**arguments)
@@ -999,6 +1001,28 @@ def build(
         0 if bits == 16 else RESIDUAL if residual is None else residual,
         group or 32,
     )
+
+
+def describe() -> str:
+    """What `--cache help` prints: every policy with its paper, and its arguments with their defaults."""
+    lines = ["--cache NAME, or NAME:key=value,key=value", ""]
+    for name, policy in POLICIES.items():
+        arguments = [f"{p.name}={p.default}".lower() for p in inspect.signature(policy).parameters.values()]
+        lines += [f"{name:10} {inspect.getdoc(policy).splitlines()[0]}", " " * 11 + (", ".join(arguments) or "-"), ""]
+    return "\n".join(lines + [ARGUMENTS])
+
+
+ARGUMENTS = """\
+sink       first tokens that always stay
+recent     newest tokens that always stay; h2o: below 1, a part of the budget
+window     last tokens of the prompt, whose attention decides; they always stay
+kernel     neighbours that are smoothed over, an odd number
+pool       how they are smoothed: avg or max
+beta       pyramid: the top layer gets 1/beta of the average beyond the window
+reference  pyramid: true for the authors' own layer budgets, which overshoot
+floor      adakv: part of an even share that every head has for certain
+future     expected: positions to come that are averaged over
+seed       random: which draw"""
 
 
 def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if not ids:
         raise UsageError(EMPTY)
     left = model.args.max_seq_len - len(ids)
-    if args.max_new_tokens > left:
+    if args.max_new_tokens > left and not args.spec.endless:
         raise UsageError(
             f"--max-new-tokens {args.max_new_tokens} after a prompt of {len(ids)} tokens is more than the model's "
             f"{model.args.max_seq_len} positions; "
@@ -97,7 +97,8 @@ def chat(args: argparse.Namespace) -> int:
     model, tokenizer = load(args)
     if not tokenizer.has_chat_template:
         raise UsageError("--interactive needs a checkpoint with a chat template; this one has none, use --prompt --raw")
-    model.setup_caches(args.spec, 1, model.args.max_seq_len)
+    limit = 2**31 - 1 if args.spec.endless else model.args.max_seq_len
+    model.setup_caches(args.spec, 1, limit)
     messages, seen, report = system(args), 0, Report(args, model, tokenizer)
     print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
     while line := read_line():
@@ -107,7 +108,7 @@ def chat(args: argparse.Namespace) -> int:
         if seen:  # what the template puts after an answer, such as its end of turn, has not been read yet
             ends = [i for i, id in enumerate(before) if id in tokenizer.eos_ids]
             ids = report.unread + (before[ends[-1] :] if ends else []) + ids
-        left = model.args.max_seq_len - seen - len(ids)
+        left = limit - seen - len(ids)
         if left < 1:
             messages.pop()
             print(f"[{len(ids)} tokens are {1 - left} more than still fit; say it shorter, or end]", file=sys.stderr)
@@ -352,6 +353,7 @@ class Report:
                 "slots_per_layer": [c.slot_pos.shape[2] for c in layers],
                 "kept_per_layer": kept,
                 "evicted_per_layer": [self.seen - n for n in kept],
+                "kept_per_head": [(c.slot_pos >= 0).sum(-1)[0].tolist() for c in layers],
                 "bytes": nbytes,
                 "full_bytes": full,
             },
@@ -373,9 +375,12 @@ class Report:
         kept, evicted = (sum(c[k]) / len(c["slots_per_layer"]) for k in ("kept_per_layer", "evicted_per_layer"))
         show = lambda x, unit: f"{x:,.1f} {unit}" if x is not None else f"- {unit}"  # noqa: E731
         slots = f"{min(c['slots_per_layer']):,}-{max(c['slots_per_layer']):,}"
+        per_head = [n for layer in c["kept_per_head"] for n in layer]
+        ragged = any(len(set(layer)) > 1 for layer in c["kept_per_head"])
+        heads = f", of which heads use {min(per_head):,}-{max(per_head):,}" if ragged else ""
         lines = [
             f"tokens   {data['prompt_tokens']:,} prompt + {data['new_tokens']:,} new; per layer {kept:,.0f} kept, "
-            f"{evicted:,.0f} evicted; {slots} slots",
+            f"{evicted:,.0f} evicted; {slots} slots{heads}",
             f"cache    {c['policy']}, {c['format']}{f' {n} bits' if (n := c['bits']) < 16 else ''}: "
             f"{c['bytes'] / 1e6:,.2f} MB; full bf16 cache "
             f"{c['full_bytes'] / 1e6:,.2f} MB; ratio {c['bytes'] / c['full_bytes']:.3f}",
@@ -532,7 +537,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--chat", action=argparse.BooleanOptionalAction, help="wrap the prompt in the chat template")
     p.add_argument("--raw", dest="chat", action="store_false", help="the prompt as it is (same as --no-chat)")
     p.add_argument("--interactive", action="store_true", help="a conversation that keeps its cache between turns")
-    p.add_argument("--cache", default="full", metavar="NAME[:k=v,..]", help=", ".join(caches.POLICIES))
+    p.add_argument(
+        "--cache", default="full", metavar="NAME[:k=v,..]", help=", ".join(caches.POLICIES) + "; help explains them"
+    )
     p.add_argument("--budget", type=number, help="slots per KV head, or fraction of the prompt: 0.2 (default), 1.0")
     p.add_argument("--bits", type=int, default=16, help="16, 8, 4 or 2 per element of the cache")
     p.add_argument("--format", default="auto", help="auto, " + ", ".join(caches.FORMATS))
@@ -548,6 +555,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     args = p.parse_args(argv)
+    if args.cache == "help":
+        print(caches.describe())
+        p.exit()
     args.spec = caches.build(args.cache, budget=args.budget, bits=args.bits, format=args.format, residual=args.residual)
     args.device = pick_device(args.device)
     check(args)

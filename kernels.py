@@ -75,8 +75,8 @@ def column_mass(q: Tensor, k: Tensor, live: Tensor | None = None, window: int | 
     Arguments as for `rows_of_attention` -> [B,H,S+T], float32. The sum over keys is the number of queries times G.
     """
     mass = k.new_zeros(k.shape[:3], dtype=torch.float32)
-    first = 0 if window is None else q.shape[2] - window
-    for _, weights, total in rows_of_attention(q, k, live, first):
+    window = q.shape[2] if window is None else window
+    for _, weights, total in rows_of_attention(q, k, live, q.shape[2] - window, rows=min(64, -(-window // 2))):
         share = (1 / total).flatten(2, 3)[:, :, None] @ weights.flatten(2, 3)  # normalises and sums in one product
         mass[:, :, : weights.shape[-1]] += share[:, :, 0]
     return mass
@@ -87,7 +87,7 @@ def rows_of_attention(
     k: Tensor,
     live: Tensor | None = None,
     first: int = 0,
-    rows: int = 64,
+    rows: int = 32,
     near: Tensor | None = None,
     sink: int = 0,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -100,14 +100,14 @@ def rows_of_attention(
     """
     B, H, C, D = k.shape
     T, S = q.shape[2], C - q.shape[2]
+    space = q.new_empty(B * q.shape[1] * min(rows, T - first) * C, dtype=torch.float32)
     for t in range(first, T, rows):
         R = min(rows, T - t)
         end = S + t + R
         x = q[:, :, t : t + R].unflatten(1, (H, -1)).float() * D**-0.5  # [B,H,G,R,D]
-        score = x.new_empty(B, H, x.shape[2] * R, end)
-        for j in range(0, end, 1024):  # a float32 copy of all keys would be larger than the scores
-            part = k[:, :, j : min(j + 1024, end)].float().mT
-            score[..., j : j + part.shape[-1]] = x.flatten(2, 3) @ part
+        score = space[: x[..., 0].numel() * end].view(B, H, -1, end)
+        for j in range(0, end, 512):  # a float32 copy of all keys would be larger than the scores
+            score[..., j : j + 512] = x.flatten(2, 3) @ k[:, :, j : min(j + 512, end)].float().mT
         if near is not None:
             x = near[:, :, t : t + R].unflatten(1, (H, -1)).float() * D**-0.5
             score[..., :sink] = x.flatten(2, 3) @ k[:, :, :sink].float().mT
