@@ -484,33 +484,7 @@ class Expected(Policy):
         self.future = future
 
     def score(self, q, k, v, pos):
-        (B, H, T, D), heads = k.shape, q.shape[1]
-        total, square = q.new_zeros(B, heads, D).double(), q.new_zeros(B, heads, D, D).double()
-        for t in range(self.sink, T, 1024):
-            plain = kernels.apply_rope(q[:, :, t : t + 1024].float(), self.rope(-pos[:, None, t : t + 1024]))
-            total += plain.sum(2)
-            square += plain.mT @ plain
-        n = max(T - self.sink, 1)
-        mean, ahead = total / n, self.rope(pos[:, None, -1:] + 1 + torch.arange(self.future, device=q.device))
-        covariance = square / n - mean[..., None] * mean[..., None, :]
-        ahead = ahead.mean(2, keepdim=True)  # of cos and sin: an average of rotation matrices
-        mean = kernels.apply_rope(mean[:, :, None].float(), ahead) * D**-0.5
-        covariance = kernels.apply_rope(kernels.apply_rope(covariance.float(), ahead).mT, ahead) / (2 * D)
-        worth = k.new_zeros(B, H, T, dtype=torch.float32)
-        for g in range(heads // H):  # one query head of each group at a time
-            mu, sigma = (x.unflatten(1, (H, -1))[:, :, g] for x in (mean, covariance))
-            parts = [
-                (part @ mu.mT)[..., 0] + ((part @ sigma) * part).sum(-1) for part in map(Tensor.float, k.split(1024, 2))
-            ]
-            logit = torch.cat(parts, -1)
-            logit[..., : self.sink] = float("-inf")
-            worth += logit.softmax(-1)
-        return worth * torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32)
-
-    def rope(self, pos):
-        """pos [B,1,T] -> cos and sin [B,1,T,2,D/2]."""
-        angle = (pos[..., None].double() * self.frequencies.double()).float()
-        return torch.stack([angle.cos(), angle.sin()], -2)
+        return kernels.expected_mass(q, k, v, pos, self.frequencies, self.sink, self.future)
 
 
 class Ranked(Policy):

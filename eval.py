@@ -45,7 +45,7 @@ class Run:
     layers: list = field(default_factory=list)
     step: DecodeStep | None = None
     pos: int = 0
-    prefill_s: float = 0.0
+    prefill_s: list[float] = field(default_factory=list)
     compile_s: float = 0.0
     kv_peak: int = 0
     step_ms: list[float] = field(default_factory=list)
@@ -63,18 +63,23 @@ def bench(args: argparse.Namespace) -> list[dict]:
     need = max(args.prompt_tokens) + args.steps * (args.rounds + 1)
     if need > model.args.max_seq_len:
         raise UsageError(f"--prompt-tokens and steps make {need} tokens; the model has {model.args.max_seq_len}")
-    for run in runs:
-        print(f"{run.name} after {run.prompt} tokens: reading", end="\r", file=sys.stderr)
-        start(model, run, (text * (run.prompt // len(text) + 1))[: run.prompt], args)
+    for turn in range(args.prefills):
+        for run in runs:
+            print(f"{run.name}: reading {run.prompt} tokens".ljust(60), end="\r", file=sys.stderr)
+            read(model, run, (text * (run.prompt // len(text) + 1))[: run.prompt], args)
+            if turn + 1 == args.prefills:
+                run.step = DecodeStep(model)
+                run.compile_s = sum(steps(model, run, args.steps)) / 1e3
     for turn in range(args.rounds):
         for run in runs:
             run.step_ms += steps(model, run, args.steps)
         print(f"turn {turn + 1} of {args.rounds}".ljust(60), end="\r", file=sys.stderr)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     first = statistics.median(runs[0].step_ms)
-    rows = []
+    rows, full_cache = [], {run.prompt: run for run in reversed(runs) if run.name == runs[0].name}
     for run in runs:
         nbytes, ms = sum(c.nbytes() for c in run.layers), statistics.median(run.step_ms)
+        prefill, usual = (statistics.median(r.prefill_s) for r in (run, full_cache[run.prompt]))
         full = run.pos * len(run.layers) * model.args.n_kv_head * model.args.head_dim * 4
         rows.append(
             {
@@ -84,7 +89,8 @@ def bench(args: argparse.Namespace) -> list[dict]:
                 "bytes": nbytes,
                 "bytes_vs_bf16": nbytes / full,
                 "kv_peak_bytes": run.kv_peak,
-                "prefill_tok_s": run.prompt / run.prefill_s,
+                "prefill_tok_s": run.prompt / prefill,
+                "prefill_vs_full": prefill / usual,
                 "compile_s": run.compile_s,
                 "decode_ms": ms,
                 "decode_tok_s": 1e3 / ms,
@@ -95,9 +101,10 @@ def bench(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def start(model: Transformer, run: Run, ids: list[int], args: argparse.Namespace) -> None:
-    """Prefill, and the first steps, which compile. kv_peak: all caches' bytes plus the keys and values of the layer
-    that is being read, at the layer where their sum is largest."""
+def read(model: Transformer, run: Run, ids: list[int], args: argparse.Namespace) -> None:
+    """Prefill. kv_peak: all caches' bytes plus the keys and values of the layer that is being read, at the layer where
+    their sum is largest."""
+    run.layers = []  # of an earlier turn
     model.setup_caches(run.spec, 1, run.prompt + args.steps * (args.rounds + 1))
     attend = kernels.causal_attention
 
@@ -113,9 +120,8 @@ def start(model: Transformer, run: Run, ids: list[int], args: argparse.Namespace
     finally:
         kernels.causal_attention = attend
     synchronize(args.device)
-    run.prefill_s = time.perf_counter() - began
-    run.layers, run.pos, run.step = [layer.attention.cache for layer in model.layers], run.prompt, DecodeStep(model)
-    run.compile_s = sum(steps(model, run, args.steps)) / 1e3
+    run.prefill_s.append(time.perf_counter() - began)
+    run.layers, run.pos = [layer.attention.cache for layer in model.layers], run.prompt
 
 
 def steps(model: Transformer, run: Run, n: int) -> list[float]:
@@ -155,6 +161,7 @@ def table(rows: list[dict]) -> list[str]:
             "vs bf16",
             "prefill peak MB",
             "prefill tok/s",
+            "time vs full",
             "decode ms",
             "decode tok/s",
             "GB/s",
@@ -165,7 +172,10 @@ def table(rows: list[dict]) -> list[str]:
         sizes = [f"{r['slots']:,.0f}", f"{r['bytes'] / 1e6:.2f}", f"{r['bytes_vs_bf16']:.3f}"]
         speed = [f"{r['decode_ms']:.2f}", f"{r['decode_tok_s']:.1f}", f"{r['decode_gb_s']:.1f}"]
         peak, prefill = f"{r['kv_peak_bytes'] / 1e6:.1f}", f"{r['prefill_tok_s']:.0f}"
-        lines.append([r["cache"], str(r["prompt_tokens"]), *sizes, peak, prefill, *speed, f"{r['speed_vs_first']:.3f}"])
+        slower = f"{r['prefill_vs_full']:.2f}"
+        lines.append(
+            [r["cache"], str(r["prompt_tokens"]), *sizes, peak, prefill, slower, *speed, f"{r['speed_vs_first']:.3f}"]
+        )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -188,13 +198,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--budget", type=listed(number), default=[0.2], help="slots or fractions, by commas")
     p.add_argument("--bits", type=listed(int), default=[16, 4], help="16, 8, 4, 2, by commas")
     p.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas")
+    p.add_argument("--prefills", type=int, default=1, help="how often every prompt is read")
     p.add_argument("--steps", type=int, default=15, help="decode steps a turn")
     p.add_argument("--rounds", type=int, default=8, help="turns of every row")
     p.add_argument("--threads", type=int, help="CPU threads")
     p.add_argument("--device", default="auto")
     p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     args = p.parse_args(argv)
-    for name in ("steps", "rounds", "threads"):
+    for name in ("prefills", "steps", "rounds", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: give 1 or more")
     if min(args.prompt_tokens) < 1:

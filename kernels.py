@@ -5,6 +5,7 @@
     attend_chunk       a later chunk attends to cached slots and causally to itself (second turn of a chat)
     column_mass        what attention every key of a prompt receives, exactly, without T x T (H2O's evidence)
     window_mass        the same of the last queries only (SnapKV's evidence)
+    expected_mass      the same of queries that are still to come (ExpectedAttention's evidence)
     apply_rope         rotary positions
     dot, mix           q . K and p . V straight from the written-down form of a cache, one query per sequence
     softmax            one softmax over several pieces of a cache
@@ -118,6 +119,42 @@ def rows_of_attention(
         score[..., S + t :].masked_fill_(future, float("-inf"))
         weights = score.sub_(score.amax(-1, keepdim=True)).exp_()  # in place: one block of scores, not three
         yield t, weights, weights.sum(-1)
+
+
+def expected_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, frequencies: Tensor, sink: int, future: int) -> Tensor:
+    """Attention that keys can expect from queries of the next `future` positions, times what they would add.
+
+    q [B,H*G,T,D], k and v [B,H,T,D] at pos [B,T], frequencies [D/2] -> [B,H,T] float32. Queries before rotation are
+    taken for Gaussian, like the prompt's own without the first `sink`: log E exp(q . k) = mean . k + k . cov . k / 2.
+    """
+    (B, H, T, D), heads = k.shape, q.shape[1]
+
+    def rope(pos):  # [B,1,T] -> cos and sin [B,1,T,2,D/2]
+        angle = (pos[..., None].double() * frequencies.double() % (2 * torch.pi)).float()
+        return torch.stack([angle.cos(), angle.sin()], -2)
+
+    total, square = q.new_zeros(B, heads, D).double(), q.new_zeros(B, heads, D, D).double()
+    for t in range(sink, T, 1024):
+        plain = apply_rope(q[:, :, t : t + 1024].float(), rope(-pos[:, None, t : t + 1024]))
+        total += plain.sum(2)
+        square += plain.mT @ plain
+    n = max(T - sink, 1)
+    mean = total / n
+    covariance = square / n - mean[..., None] * mean[..., None, :]
+    ahead = rope(pos[:, None, -1:] + 1 + torch.arange(future, device=q.device))
+    ahead = ahead.mean(2, keepdim=True)  # of cos and sin: an average of rotation matrices
+    mean = apply_rope(mean[:, :, None].float(), ahead) * D**-0.5
+    covariance = apply_rope(apply_rope(covariance.float(), ahead).mT, ahead) / (2 * D)
+    mass = k.new_zeros(B, H, T, dtype=torch.float32)
+    for g in range(heads // H):  # one query head of each group at a time
+        mu, sigma = (x.unflatten(1, (H, -1))[:, :, g] for x in (mean, covariance))
+        parts = [
+            (part @ mu.mT)[..., 0] + ((part @ sigma) * part).sum(-1) for part in map(Tensor.float, k.split(1024, 2))
+        ]
+        logit = torch.cat(parts, -1)
+        logit[..., :sink] = float("-inf")
+        mass += logit.softmax(-1)
+    return mass * torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32)
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:

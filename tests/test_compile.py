@@ -16,6 +16,20 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 
 STEPS = 70
 PROMPT = 40
+POLICIES = [
+    "full",
+    "window:sink=2",
+    "streaming:sink=2",
+    "h2o",
+    "tova",
+    "snapkv:window=4,kernel=3",
+    "pyramid:window=4,kernel=3",
+    "adakv:window=4,kernel=3",
+    "expected:sink=0,future=9",
+    "keynorm:recent=2",
+    "keydiff:sink=2",
+    "random",
+]
 
 
 def run(model, spec, ids):
@@ -29,7 +43,7 @@ def run(model, spec, ids):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
-@pytest.mark.parametrize("name", ["full", "window:sink=2", "snapkv:window=4,kernel=3", "pyramid:window=4,kernel=3"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_compiled_is_eager_in_one_graph(name, bits, dtype):
     """70 steps cross the window's first eviction, the wrap of a ring of 16 and chunk edges; layers differ in size.
 
@@ -44,21 +58,19 @@ def test_compiled_is_eager_in_one_graph(name, bits, dtype):
         model.prefill(ids[:, :PROMPT])
     eager, compiled = models
     compiled.compile()
-    gaps, spread, written = [], [], []
+    gaps, written = [], []
     with torch.no_grad():
         for t in range(PROMPT, PROMPT + STEPS):
             a, b = (model(ids[:, t : t + 1], torch.full((1, 1), t)).float() for model in models)
-            gaps.append((a - b).abs().max())
-            spread.append(a.std())
+            gaps.append((a - b).norm() / a.norm())
             written.append(torch.stack([newest(model, t) for model in models]))
             for x, y in zip(buffers(eager), buffers(compiled), strict=True):
                 assert x.is_floating_point() or x.dtype == torch.uint8 or torch.equal(x, y)  # the same decisions
                 y.copy_(x)
     assert graphs() == 1 and counters["stats"]["unique_graphs"] == 2  # the layers' and the head's
     assert not counters["graph_break"]
-    gap = torch.stack(gaps).max() / torch.stack(spread).mean()
     # eager code rounds to bf16 between any two operations, compiled code does not
-    assert gap < (1e-4 if dtype == torch.float32 else 0.3)
+    assert torch.stack(gaps).mean() < (1e-5 if dtype == torch.float32 else 0.03)
     a, b = torch.stack(written, 1)
     error = ((a - b).norm(dim=-1) / a.norm(dim=-1)).mean()
     assert error < (0.005 if dtype == torch.float32 else 0.1)  # a wrapped or saturated code would be an error of 1
@@ -123,7 +135,7 @@ def test_growing_and_other_lengths_need_no_new_graph():
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("name", ["full", "window:sink=2", "pyramid:window=4,kernel=3"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_replayed_steps_are_the_compiled_steps(name, bits):
     """Bit for bit, with the state they leave, across evictions and the wrap of the ring; the third step is a replay."""
     torch._dynamo.reset()

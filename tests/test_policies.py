@@ -721,3 +721,30 @@ def test_arguments_have_one_name_everywhere(name):
     for key, value in (item.split("=") for item in name.split(":")[1].split(",")):
         have = getattr(policy, "recent" if key == "window" else key)
         assert have == type(have)(value)
+
+
+def test_the_readmes_table_is_true():
+    """Every policy has its row, with its paper and its number of lines of code."""
+    import ast
+    import inspect
+    import textwrap
+
+    def code_lines(cls):
+        source = textwrap.dedent(inspect.getsource(cls))
+        text = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+                text |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        lines = enumerate(source.splitlines(), 1)
+        return sum(i not in text and bool(line.strip()) and line.strip()[0] != "#" for i, line in lines)
+
+    rows = re.findall(r"^\| `(\w+)`.*\| (\d+) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert rows == [(name, str(code_lines(cls))) for name, cls in caches.POLICIES.items()]
+    for name, cls in caches.POLICIES.items():
+        row = next(
+            x for x in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if x.startswith(f"| `{name}`")
+        )
+        assert set(re.findall(r"\d{4}\.\d{5}", inspect.getdoc(cls).splitlines()[0])) == set(
+            re.findall(r"\d{4}\.\d{5}", row)
+        )
+        assert ("at every step" in row) == (not cls.appends)
