@@ -1,7 +1,7 @@
 """cache.py: which token occupies a slot, how a slot is written down, where a slot lives. Attention reads slots.
 
     KVCache    owns attention. Decode is four verbs: place -> put -> attend -> observe.
-    Policy     which token: full, window, snapkv, pyramid. A policy is a `score`; the base class is "newest wins".
+    Policy     which token. A policy is a `score`; the base class is "newest wins", `Ranked` evicts at every step.
     Store      how: a number format is a pair of pure functions on the last dim, `encode` and `decode`.
     Residual   the newest R tokens and the first few, exact, laid over any store.
     Dense      where: one page per sequence.
@@ -10,8 +10,8 @@
 Conventions, since public implementations differ. A budget counts slots per KV head averaged over layers, sinks and
 observation window included. Scores are float32, a mean over the query group, per KV head; keys and values are never
 repeated. Kept tokens stay sorted by position and keep their original rotation; a query's position is the number of
-tokens seen, never the number of slots in use. The first token generated after a prompt sees all of it; what comes
-later, a second turn included, sees what was kept.
+tokens seen, never the number of slots in use (but for `streaming`, which counts in the cache). The first token
+generated after a prompt sees all of it; what comes later, a second turn included, sees what was kept.
 
 Shapes: B sequences, H KV heads, G query heads per KV head, T new tokens, S slots, D head dim, L layers. `pos` [B,T] is
 a token's true position; `slot_pos` [B,H,S] is the position held by each slot, -1 where empty, and the only mask.
@@ -124,13 +124,8 @@ class KVCache(nn.Module):
         scores = [self.k_store.dot(q, live)]
         if self.residual is not None:
             scores.append(self.residual.dot(q))
-        if self.policy.relative and (sink := self.policy.sink):  # sinks are in the first slots
-            near = self.nearer(q, pos + 1)
-            first = self.k_store.dot(near, live, chunks=-(-sink // CHUNK))[..., :sink]
-            scores[0] = torch.cat([first, scores[0][..., sink:]], -1)
-            if self.residual is not None:
-                is_sink = (self.residual.slot >= 0) & (self.residual.slot < sink)
-                scores[1] = torch.where(is_sink[:, :, None], self.residual.dot(near), scores[1])
+        if self.policy.relative and self.policy.sink:
+            scores = self.ask_sinks(self.nearer(q, pos + 1), live, scores)
         weights, total = kernels.softmax(scores)
         y = self.v_store.mix(weights[0])
         if self.residual is not None:
@@ -141,6 +136,16 @@ class KVCache(nn.Module):
         if self.residual is not None:
             mass = mass.scatter_add(2, self.residual.slot.clamp(min=0).long(), (weights[1] / total).sum(2))
         return y / total, mass
+
+    def ask_sinks(self, q: Tensor, live: Tensor, scores: list[Tensor]) -> list[Tensor]:
+        """scores, with those of the sinks, which are in the first slots, by a query q [B,H,G,D] of their own."""
+        sink = self.policy.sink
+        first = self.k_store.dot(q, live, chunks=-(-sink // CHUNK))[..., :sink]
+        scores[0] = torch.cat([first, scores[0][..., sink:]], -1)
+        if self.residual is not None:
+            is_sink = (self.residual.slot >= 0) & (self.residual.slot < sink)
+            scores[1] = torch.where(is_sink[:, :, None], self.residual.dot(q), scores[1])
+        return scores
 
     def nearer(self, q: Tensor, seen: Tensor) -> Tensor:
         """q [B,*,T,D] as its positions would be if the `seen` [B] tokens so far were only those that are held."""
