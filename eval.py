@@ -1,38 +1,309 @@
 """eval.py: what a cache costs and what it buys.
 
+    python eval.py ppl --cache window,snapkv --budget 1.0,0.5,0.25 --bits 16,4
     python eval.py bench --cache full,pyramid --budget 0.125 --bits 16,4 --prompt-tokens 128,4096
 
-`bench` measures speed and memory of every combination in one process, with one set of weights. Decoding is measured in
-turns (A B A B ..), because a shared machine's speed drifts; compare rows of one run, never two runs. The first row, the
-full cache at the shortest prompt in the model's own precision, is what the ratios refer to.
+Every task runs a grid, cache x budget x bits, and begins with the full cache in the model's own precision.
+
+    ppl        perplexity of text that is read through the compressed cache
+    fidelity   how far the next token's distribution is from the full cache's
+    needle     a number hidden in text: is it found, with the question inside the compressed prompt or after it
+    bench      speed and memory
+
+The first three compare caches of equal memory: a budget is a part of what the full cache holds at the end, and a policy
+that appends what follows a prompt has that many slots less for the prompt. They note every result in --out as it comes,
+and one that was interrupted goes on from there.
+
+`bench` measures in turns (A B A B ..), because a shared machine drifts; compare rows of one run, never two runs.
+The first row is what its ratios refer to.
 """
 
 import argparse
 import itertools
 import json
+import math
+import random
 import re
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import cache as caches
 import kernels
-from generate import DecodeStep, Parser, UsageError, compiler_missing, exit_code, number, pick_device
-from model import Transformer, load_checkpoint
+from generate import (
+    DecodeStep,
+    Parser,
+    UsageError,
+    check_writable,
+    compiler_missing,
+    exit_code,
+    generate,
+    number,
+    pick_device,
+)
+from model import Tokenizer, Transformer, load_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         args = parse(argv)
-        rows = bench(args)
-        for line in [json.dumps(row) for row in rows] if args.json else table(rows):
+        rows = bench(args) if args.task == "bench" else grid(args)
+        lines = bench_table(rows) if args.task == "bench" else grid_table(rows)
+        for line in [json.dumps(row) for row in rows] if args.json else aligned(lines):
             print(line)
         return 0
 
     return exit_code("eval.py", work)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quality
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A cache that is compared with others of the same memory."""
+
+    cache: str
+    budget: int | float | None
+    bits: int
+
+    def spec(self, prompt: int, room: int) -> caches.CacheSpec:
+        """For a prompt and `room` tokens after it, which are part of the budget."""
+        if self.budget is None:
+            return caches.build(self.cache, bits=self.bits)
+        slots = self.budget if isinstance(self.budget, int) else round(self.budget * (prompt + room))
+        policy = caches.build(self.cache, budget=1.0).policy()
+        left = slots - room if policy.appends else slots
+        if left < policy.least():
+            raise UsageError(
+                f"--budget {self.budget} with {self.cache}: {slots} slots, {slots - left} of them for what follows the "
+                f"prompt; give at least {policy.least() + slots - left} slots, or {room} fewer tokens to follow"
+            )
+        return caches.build(self.cache, budget=left, bits=self.bits)
+
+
+@torch.no_grad()
+def grid(args: argparse.Namespace) -> list[dict]:
+    """One dict for each arm, as printed by --json: means over all samples, and their standard errors."""
+    model, tokenizer = load_checkpoint(args.checkpoint, device=args.device)
+    if args.compile and not compiler_missing(args.device):
+        model.compile()
+    samples, measure = {"ppl": teacher_forced, "fidelity": teacher_forced, "needle": needles}[args.task](
+        args, model, tokenizer
+    )
+    for arm in args.arms:
+        for prompt, room in {(s.prompt, s.room) for s in samples}:
+            arm.spec(prompt, room)  # all that cannot be run is refused before anything is
+    identity = {"task": args.task, "checkpoint": args.checkpoint, "dtype": str(model.norm.weight.dtype)[6:]}
+    done, began, fresh = read_results(args.out), time.perf_counter(), 0
+    results: dict[Arm, list[dict]] = {arm: [] for arm in args.arms}
+    todo = [(s, arm) for s in samples for arm in args.arms]
+    for i, (sample, arm) in enumerate(todo):
+        key = {**identity, "cache": arm.cache, "budget": arm.budget, "bits": arm.bits, **sample.key}
+        if (result := done.get(json.dumps(key, sort_keys=True))) is None:
+            left = (time.perf_counter() - began) / max(fresh, 1) * (len(todo) - i)
+            eta = f", about {left:.0f} s to go" if fresh else ""
+            print(
+                f"{i} of {len(todo)}: {arm.cache} {arm.budget or ''} {arm.bits}{eta}".ljust(70),
+                end="\r",
+                file=sys.stderr,
+            )
+            values = measure(sample, arm)
+            layers, fresh = [layer.attention.cache for layer in model.layers], fresh + 1
+            kept = statistics.mean(float((c.slot_pos >= 0).sum(-1).float().mean()) for c in layers)
+            seen = int(max(c.slot_pos.max() for c in layers)) + 1
+            result = {**values, "kept": kept, "evicted": seen - kept, "bytes": sum(c.nbytes() for c in layers)}
+            if args.out:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"key": key, "result": result}) + "\n")
+        results[arm].append(result)
+    rows = []
+    for arm, found in results.items():
+        row = {"cache": arm.cache, "budget": arm.budget, "bits": arm.bits, "samples": len(found)}
+        for name in dict.fromkeys(name for r in found for name in r):
+            values = [r[name] for r in found if name in r]
+            row[name] = statistics.mean(values)
+            if name not in ("kept", "evicted", "bytes"):
+                row[name + "_error"] = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        if args.task == "ppl":  # of the mean, not the mean of perplexities; its error to first order
+            row["ppl"] = math.exp(row["nll"])
+            row["ppl_error"] = row["ppl"] * row["nll_error"]
+        rows.append(row)
+    return rows
+
+
+def grid_table(rows: list[dict]) -> list[list[str]]:
+    measures = [name for name in rows[0] if name + "_error" in rows[0]]
+    lines = [["cache", "budget", "bits", "kept", "evicted", "MB", *measures]]
+    for r in rows:
+        budget = "-" if r["budget"] is None else f"{r['budget']:g}"
+        evicted = f"{r['evicted']:,.0f}"
+        if r["evicted"] == 0 and r["budget"] not in (None, 1):
+            evicted = "NONE"  # a policy that never fired has proved nothing
+        sizes = [f"{r['kept']:,.0f}", evicted, f"{r['bytes'] / 1e6:.2f}"]
+        values = [f"{r[m]:.4f} ± {r[m + '_error']:.4f}" for m in measures]
+        lines.append([r["cache"], budget, str(r["bits"]), *sizes, *values])
+    return lines
+
+
+def read_results(path: Path | None) -> dict[str, dict]:
+    """What an earlier run noted. A last line that was cut off is left out, and overwritten."""
+    done = {}
+    if path is None or not path.exists():
+        return done
+    text = path.read_text(encoding="utf-8")
+    for i, line in enumerate(text.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            done[json.dumps(record["key"], sort_keys=True)] = record["result"]
+        except (ValueError, KeyError, TypeError):
+            if i < len(text.splitlines()):
+                raise UsageError(
+                    f"--out {path}: line {i} is not a result; give a file of an earlier run, or a new one"
+                ) from None
+    if text and not text.endswith("\n"):
+        path.write_text("".join(line + "\n" for line in text.splitlines()[: len(done)]), encoding="utf-8")
+    return done
+
+
+@dataclass
+class Sample:
+    """Tokens to read: a prompt and, after it, `room` more. key: what makes it this sample and no other."""
+
+    ids: list[int]
+    prompt: int
+    room: int
+    key: dict
+    split: int = 0
+    answer: str = ""
+
+
+def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
+    """Windows of text: --context tokens are compressed, the next --score are read through the cache one by one."""
+    text = "\n\n".join(read_text(path) for path in args.text) if args.text else sample_text()
+    ids, size = tokenizer.encode(text), args.context + args.score + 1
+    if len(ids) < size:
+        raise UsageError(f"--text has {len(ids)} tokens; --context {args.context} and --score {args.score} need {size}")
+    if size > model.args.max_seq_len:
+        raise UsageError(f"--context and --score make {size} tokens; the model has {model.args.max_seq_len} positions")
+    windows = min(args.windows, len(ids) // size)
+    source = ", ".join(map(str, args.text)) or f"pydoc_data.topics of Python {sys.version.split()[0]}"
+    bos = "a BOS before each" if tokenizer.encode("")[:1] else "no BOS"
+    print(
+        f"{source}: {windows} windows of {args.context} + {args.score} tokens, {size} apart, {bos}; "
+        f"{windows * args.score} tokens scored",
+        file=sys.stderr,
+    )
+    start = tokenizer.encode("")[:1]
+    samples = []
+    for i in range(windows):
+        part = ids[i * size : (i + 1) * size]
+        part = part if part[: len(start)] == start else [*start, *part[: size - len(start)]]
+        samples.append(
+            Sample(
+                part,
+                args.context,
+                args.score,
+                {"text": source, "context": args.context, "score": args.score, "window": i},
+            )
+        )
+    reference: dict[int, Tensor] = {}
+
+    def measure(sample: Sample, arm: Arm) -> dict:
+        logits = torch.stack(list(through(model, arm.spec(sample.prompt, sample.room), sample.ids, sample.prompt)))
+        target = torch.tensor(sample.ids[sample.prompt + 1 :], device=logits.device)
+        if args.task == "ppl":
+            return {"nll": F.cross_entropy(logits, target).item()}
+        if id(sample) not in reference:
+            reference.clear()  # one window's is enough memory
+            full = (
+                logits
+                if arm == args.arms[0]
+                else torch.stack(list(through(model, args.arms[0].spec(0, 0), sample.ids, sample.prompt)))
+            )
+            reference[id(sample)] = full
+        full = reference[id(sample)]
+        p, q = full.log_softmax(-1), logits.log_softmax(-1)
+        return {
+            "kl": (p.exp() * (p - q)).sum(-1).mean().item(),
+            "top1": (full.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+            "gap": (full - logits).abs().max().item(),
+        }
+
+    return samples, measure
+
+
+def through(model: Transformer, spec: caches.CacheSpec, ids: list[int], prompt: int) -> Iterator[Tensor]:
+    """Logits [V], float32, after each token that follows the prompt: all of them have seen the compressed cache."""
+    device = model.norm.weight.device
+    model.setup_caches(spec, 1, len(ids))
+    tokens = torch.tensor([ids], device=device)
+    model.prefill(tokens[:, :prompt])
+    step, pos = DecodeStep(model), torch.full((1, 1), prompt, device=device)
+    for t in range(prompt, len(ids) - 1):
+        yield step(tokens[:, t : t + 1], pos)[0, 0].float().clone()
+        pos += 1
+
+
+def needles(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
+    """A pass key of five digits in --length tokens of text, at --depth from 0 (beginning) to 1, and a question."""
+    filler, samples = tokenizer.decode(tokenizer.encode(sample_text())[: 2 * max(args.length)]), []
+    for length, depth, protocol, i in itertools.product(args.length, args.depth, args.protocol, range(args.samples)):
+        draw = random.Random(f"{args.seed} {length} {depth} {i}")
+        answer, shift = str(draw.randint(10000, 99999)), draw.randrange(length // 2 + 1)
+        lines = tokenizer.decode(tokenizer.encode(filler)[shift : shift + length]).split("\n")
+        lines.insert(round(depth * len(lines)), f"\nThe pass key is {answer}. Remember it. {answer} is the pass key.\n")
+        context = "There is a pass key hidden in the following text. Find it and remember it.\n\n" + "\n".join(lines)
+        question = "\n\nWhat is the pass key? Answer with the number alone."
+        if tokenizer.has_chat_template:
+            ask = lambda text: tokenizer.chat([{"role": "user", "content": text}])  # noqa: E731
+        else:
+            ask = lambda text: tokenizer.encode(text + "\nThe pass key is")  # noqa: E731
+        ids, alone = ask(context + question), ask(context)
+        split = next((j for j, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
+        if len(ids) + NEEDLE_ROOM > model.args.max_seq_len:
+            raise UsageError(
+                f"--length {length}: makes {len(ids)} tokens; the model has {model.args.max_seq_len} positions"
+            )
+        inside = protocol == "inside"
+        room = NEEDLE_ROOM + (0 if inside else len(ids) - split)
+        key = {"length": length, "depth": depth, "protocol": protocol, "sample": i, "seed": args.seed}
+        samples.append(Sample(ids, len(ids) if inside else split, room, key, 0 if inside else split, answer))
+
+    def measure(sample: Sample, arm: Arm) -> dict:
+        model.setup_caches(arm.spec(sample.prompt, sample.room), 1, len(sample.ids) + NEEDLE_ROOM)
+        if sample.split:
+            model.prefill(torch.tensor([sample.ids[: sample.split]], device=model.norm.weight.device), 0, sample.room)
+        rest = sample.ids[sample.split :]
+        out = generate(model, rest, NEEDLE_ROOM, start=sample.split, stop_ids=tokenizer.eos_ids)
+        found = re.findall(r"\d+", tokenizer.decode(list(out)))
+        return {f"found_{sample.key['protocol']}": float(found[:1] == [sample.answer])}
+
+    return samples, measure
+
+
+NEEDLE_ROOM = 16  # tokens of an answer
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--text {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {path}: not UTF-8 (byte {error.start}); convert it first") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed and memory
 
 
 @dataclass
@@ -151,7 +422,7 @@ def sample_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def table(rows: list[dict]) -> list[str]:
+def bench_table(rows: list[dict]) -> list[list[str]]:
     lines = [
         [
             "cache",
@@ -176,6 +447,10 @@ def table(rows: list[dict]) -> list[str]:
         lines.append(
             [r["cache"], str(r["prompt_tokens"]), *sizes, peak, prefill, slower, *speed, f"{r['speed_vs_first']:.3f}"]
         )
+    return lines
+
+
+def aligned(lines: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -189,31 +464,58 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     def listed(kind):
         return lambda text: [kind(item) for item in text.split(",")]
 
-    p = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("task", choices=["bench"])
+    parser = p = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("task", choices=["ppl", "fidelity", "needle", "bench"])
     p.add_argument("--checkpoint", default="smollm2")
     p.add_argument(
         "--cache", type=lambda text: re.split(r",(?![^,:]*=)", text), default=["pyramid"], help="policies, by commas"
     )
-    p.add_argument("--budget", type=listed(number), default=[0.2], help="slots or fractions, by commas")
+    p.add_argument("--budget", type=listed(number), help="slots or fractions, by commas: 1.0,0.5,0.25; for bench 0.2")
     p.add_argument("--bits", type=listed(int), default=[16, 4], help="16, 8, 4, 2, by commas")
+    p.add_argument("--threads", type=int, help="CPU threads")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    p.add_argument("--out", type=Path, help="JSONL to which every result is added; what is there is not done again")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--seed", type=int, default=0)
+    g = p.add_argument_group("ppl and fidelity")
+    g.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="instead of Python's manual")
+    g.add_argument("--context", type=int, default=3500, help="tokens that are compressed")
+    g.add_argument("--score", type=int, default=128, help="tokens that are then read one by one")
+    g.add_argument("--windows", type=int, default=4, help="pieces of text, one after the other")
+    g = p.add_argument_group("needle")
+    g.add_argument("--length", type=listed(int), default=[1000, 3500], help="tokens of text, by commas")
+    g.add_argument("--depth", type=listed(float), default=[0.1, 0.5, 0.9], help="where, 0 to 1, by commas")
+    g.add_argument("--protocol", type=listed(str), default=["inside", "after"], help="where the question stands")
+    g.add_argument("--samples", type=int, default=2, help="for each length and depth")
+    p = p.add_argument_group("bench")
     p.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas")
     p.add_argument("--prefills", type=int, default=1, help="how often every prompt is read")
     p.add_argument("--steps", type=int, default=15, help="decode steps a turn")
     p.add_argument("--rounds", type=int, default=8, help="turns of every row")
-    p.add_argument("--threads", type=int, help="CPU threads")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    args = p.parse_args(argv)
-    for name in ("prefills", "steps", "rounds", "threads"):
+    args = parser.parse_args(argv)
+    for name in ("prefills", "steps", "rounds", "threads", "context", "score", "windows", "samples"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: give 1 or more")
-    if min(args.prompt_tokens) < 1:
-        raise UsageError(f"--prompt-tokens {min(args.prompt_tokens)}: give 1 or more")
+    for flag, least in {"--prompt-tokens": min(args.prompt_tokens), "--length": min(args.length)}.items():
+        if least < 1:
+            raise UsageError(f"{flag} {least}: give 1 or more")
+    for depth in args.depth:
+        if not 0 <= depth <= 1:
+            raise UsageError(f"--depth {depth}: give numbers from 0, the beginning, to 1, the end")
+    for protocol in args.protocol:
+        if protocol not in ("inside", "after"):
+            raise UsageError(f"--protocol {protocol}: choose inside, after or both by a comma")
+    if args.out:
+        check_writable(args.out, "--out")
+    if args.budget is None:
+        args.budget = [0.2] if args.task == "bench" else [1.0, 0.5, 0.25]
     args.device = pick_device(args.device)
-    args.specs = [("full 16", caches.build("full"))]
+    args.specs, args.arms = [("full 16", caches.build("full"))], [Arm("full", None, 16)]
     for name, bits in itertools.product(args.cache, args.bits):
         for budget in [None] if name == "full" else args.budget:
+            if (arm := Arm(name, budget, bits)) not in args.arms:
+                args.arms.append(arm)
             label = " ".join([name, *([] if budget is None else [str(budget)]), str(bits)])
             if label != "full 16":
                 args.specs.append((label, caches.build(name, budget=budget, bits=bits)))

@@ -441,7 +441,7 @@ def part_file(path: Path) -> Path:
     return path.parent / f".kv-fast-{os.getpid()}"
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, flag: str = "--json") -> None:
     """Before hours of work, not after: can the report be written there?"""
     try:
         path = path.resolve()
@@ -452,7 +452,7 @@ def check_writable(path: Path) -> None:
                 probe.touch()
                 probe.unlink()
     except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}; give a file in a directory that exists") from None
+        raise UsageError(f"{flag} {path}: {error.strerror}; give a file in a directory that exists") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""eval.py: the bench measures what it says, on every row."""
+"""eval.py: control arms that cannot flatter, results that survive a kill, a bench that measures what it says."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import eval as ev
 from model import default_dtype
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 
 FLAGS = [
     "--prompt-tokens",
@@ -24,6 +24,7 @@ FLAGS = [
 ]
 
 
+@needs_compiler
 def test_bench(checkpoint, capsys):
     assert ev.main(["bench", "--checkpoint", str(checkpoint), *FLAGS, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -41,10 +42,142 @@ def test_bench(checkpoint, capsys):
     assert small4["bytes"] != small["bytes"]
 
 
+@needs_compiler
 def test_bench_prints_a_table(checkpoint, capsys):
     assert ev.main(["bench", "--checkpoint", str(checkpoint), *FLAGS[:2], "--rounds", "1", "--steps", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 2 * 3 and "vs first" in lines[0] and lines[1].startswith("full 16")
+
+
+QUALITY = ["--context", "150", "--score", "30", "--windows", "2", "--length", "200", "--depth", "0.5", "--samples", "1"]
+EVERY = "window,streaming,h2o,tova,snapkv:window=8,pyramid:window=8,adakv:window=8,expected,keynorm,keydiff,random"
+
+
+def rows_of(capsys, checkpoint, task, *flags):
+    command = [task, "--checkpoint", str(checkpoint), "--no-compile", "--json", *QUALITY, *flags]
+    assert ev.main(command) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("task", ["ppl", "fidelity", "needle"])
+def test_control_arms_equal_the_full_cache(checkpoint, capsys, task):
+    """A budget of everything at 16 bits is the full cache in every number; a quarter is not, and says what it cost."""
+    rows = rows_of(capsys, checkpoint, task, "--cache", EVERY, "--budget", "1.0,0.5", "--bits", "16")
+    assert len(rows) == 1 + 2 * 11 and rows[0]["cache"] == "full"
+    numbers = [k for k in rows[0] if k + "_error" in rows[0]]
+    assert (
+        numbers
+        == {"ppl": ["nll", "ppl"], "fidelity": ["kl", "top1", "gap"], "needle": ["found_inside", "found_after"]}[task]
+    )
+    for row in rows[1:]:
+        if row["budget"] == 1:
+            assert row["evicted"] == 0
+            assert [row[n] for n in numbers] == pytest.approx([rows[0][n] for n in numbers], abs=2e-6)
+        else:
+            assert row["evicted"] > 60
+            if task != "needle":
+                assert abs(row[numbers[0]] - rows[0][numbers[0]]) > 1e-4
+    if task == "fidelity":
+        assert rows[0]["kl"] == 0 and rows[0]["top1"] == 1 and rows[0]["gap"] == 0
+
+
+def test_arms_of_one_budget_hold_the_same(checkpoint, capsys):
+    """What follows the prompt is part of the budget: 91 of 181 slots in the end, whatever the policy."""
+    rows = rows_of(capsys, checkpoint, "ppl", "--cache", EVERY, "--budget", "0.5,70", "--bits", "16,4")
+    assert {round(r["kept"]) for r in rows if r["budget"] == 0.5} == {90}
+    assert {round(r["kept"]) for r in rows if r["budget"] == 70} == {70}
+    assert all(r["kept"] + r["evicted"] == 180 for r in rows)
+
+
+def test_fewer_bits_cost_more_fidelity(checkpoint, capsys):
+    rows = rows_of(capsys, checkpoint, "fidelity", "--cache", "full", "--bits", "16,8,4,2")
+    kl = [r["kl"] for r in rows]
+    assert kl[0] == 0 and 0 < kl[1] < kl[2] < kl[3]
+    assert [r["bits"] for r in rows] == [16, 8, 4, 2]
+
+
+def test_an_interrupted_run_goes_on(checkpoint, capsys, tmp_path, monkeypatch):
+    out, flags = tmp_path / "r.jsonl", ["--cache", "window,h2o", "--budget", "0.5", "--bits", "16"]
+    calls, through = [], ev.through
+
+    def counted(*args):
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return through(*args)
+
+    monkeypatch.setattr(ev, "through", counted)
+    command = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", "--json", *QUALITY, *flags, "--out", str(out)]
+    assert ev.main(command) == 130
+    assert len(out.read_text().splitlines()) == 4
+    with out.open("a") as file:
+        file.write('{"key": {"task"')  # killed while it wrote
+    capsys.readouterr()
+    assert ev.main(command) == 0
+    again = capsys.readouterr().out
+    assert len(calls) == 5 + 2  # three arms, two windows, four of them done before
+    assert len(out.read_text().splitlines()) == 6 and all(json.loads(line) for line in out.read_text().splitlines())
+    assert ev.main(command) == 0 and capsys.readouterr().out == again and len(calls) == 7
+    fresh = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", "--json", *QUALITY, *flags]
+    assert ev.main(fresh) == 0 and capsys.readouterr().out == again
+
+
+def test_a_policy_that_never_fired_is_marked():
+    row = {
+        "cache": "h2o",
+        "budget": 0.5,
+        "bits": 16,
+        "kept": 10.0,
+        "evicted": 0.0,
+        "bytes": 1,
+        "kl": 0.0,
+        "kl_error": 0.0,
+    }
+    assert ev.grid_table([row])[1][4] == "NONE" and ev.grid_table([{**row, "budget": 1.0}])[1][4] == "0"
+
+
+def test_ppl_is_the_models_own(checkpoint, capsys, tmp_path):
+    """Text from a file; the full cache's perplexity is that of one forward pass without any cache."""
+    import torch
+
+    from model import load_checkpoint
+
+    text = "".join(chr(97 + i * i % 23) for i in range(181))
+    (tmp_path / "t.txt").write_text(text)
+    (row,) = rows_of(capsys, checkpoint, "ppl", "--cache", "full", "--bits", "16", "--text", str(tmp_path / "t.txt"))
+    model, tokenizer = load_checkpoint(checkpoint)
+    ids = torch.tensor([tokenizer.encode(text)])
+    logits = model(ids, torch.arange(181)[None])[0].float()
+    nll = torch.nn.functional.cross_entropy(logits[150:180], ids[0, 151:])
+    assert row["samples"] == 1 and row["nll"] == pytest.approx(
+        float(nll), abs=0.02 if model.norm.weight.dtype == torch.bfloat16 else 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "command,words",
+    [
+        (["ppl", "--text", "/nowhere.txt"], ["--text /nowhere.txt", "No such file"]),
+        (["ppl", "--text", "SHORT"], ["4 tokens", "181"]),
+        (["ppl", "--context", "5000"], ["5031", "1024"]),
+        (["ppl", "--budget", "0.05", "--cache", "snapkv"], ["--budget 0.05", "9 slots", "95"]),
+        (["ppl", "--budget", "half"], ["--budget"]),
+        (["nothing"], ["nothing", "ppl"]),
+        (["needle", "--depth", "1.5"], ["--depth 1.5"]),
+        (["needle", "--protocol", "outside"], ["--protocol outside", "inside"]),
+        (["needle", "--length", "3000"], ["--length 3000", "1024"]),
+        (["ppl", "--out", "/nowhere/r.jsonl"], ["--out /nowhere/r.jsonl"]),
+        (["ppl", "--cache", "full", "--out", "SHORT"], ["--out SHORT", "line 1"]),
+    ],
+)
+def test_quality_refusals(checkpoint, capsys, tmp_path, monkeypatch, command, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SHORT").write_text("abc\n")
+    if "--out" in command:
+        (tmp_path / "SHORT").write_text("abc\ndef\n")
+    assert ev.main([command[0], "--checkpoint", str(checkpoint), "--no-compile", *QUALITY, *command[1:]]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith("eval.py: ") and all(w in err.splitlines()[-1] for w in words)
 
 
 @pytest.mark.parametrize(

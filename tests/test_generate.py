@@ -44,7 +44,16 @@ def test_report(cli):
     assert code == 0
     assert set(data) == {"prompt_tokens", "new_tokens", "text", "token_ids", "cache", "time", "graphs"}
     assert list(data["cache"]) == [
-        *("policy", "format", "bits", "layout", "slots_per_layer", "kept_per_layer", "evicted_per_layer", "kept_per_head"),
+        *(
+            "policy",
+            "format",
+            "bits",
+            "layout",
+            "slots_per_layer",
+            "kept_per_layer",
+            "evicted_per_layer",
+            "kept_per_head",
+        ),
         *("bytes", "full_bytes"),
     ]
     assert list(data["time"]) == [
