@@ -392,11 +392,12 @@ class SnapKV(Policy):
 
     def __init__(self, window: int = 64, kernel: int = 5, pool: str = "avg", sink: int = 0):
         super().__init__(sink, recent=window)
-        if kernel % 2 == 0 or kernel > 999 or pool not in ("avg", "max") or window < 1:
-            raise SpecError(
-                f"kernel={kernel}, pool={pool}, window={window}: kernel must be odd and below 1000, pool avg or max, "
-                "window at least 1"
-            )
+        if kernel % 2 == 0 or kernel > 999:
+            raise SpecError(f"kernel={kernel}: must be odd and below 1000")
+        if pool not in ("avg", "max"):
+            raise SpecError(f"pool={pool}: choose avg or max")
+        if window < 1:
+            raise SpecError(f"window={window}: must be at least 1")
         self.kernel, self.pool = kernel, pool
 
     def score(self, q, k, v, pos):
@@ -987,7 +988,9 @@ def describe() -> str:
     lines = ["--cache NAME, or NAME:key=value,key=value", ""]
     for name, policy in POLICIES.items():
         arguments = [f"{p.name}={p.default}".lower() for p in inspect.signature(policy).parameters.values()]
-        lines += [f"{name:10} {inspect.getdoc(policy).splitlines()[0]}", " " * 11 + (", ".join(arguments) or "-"), ""]
+        when = "never evicts" if policy is Full else "once, after the prompt" if policy.appends else "at every step"
+        lines += [f"{name:10} {inspect.getdoc(policy).splitlines()[0]}"]
+        lines += [" " * 11 + "; ".join([when, *([", ".join(arguments)] if arguments else [])]), ""]
     return "\n".join(lines + [ARGUMENTS])
 
 
@@ -1037,7 +1040,7 @@ def parse_arguments(name: str, text: str) -> dict[str, int | float | str]:
             convert = {"true": True, "false": False}.__getitem__ if isinstance(known[key], bool) else type(known[key])
             arguments[key] = convert(value)
         except (ValueError, KeyError):
-            raise SpecError(f"--cache {name}:{item}: {key} takes a value like {known[key]}") from None
+            raise SpecError(f"--cache {name}:{item}: {key} takes a value like {str(known[key]).lower()}") from None
         if not isinstance(arguments[key], str) and arguments[key] < 0:
             raise SpecError(f"--cache {name}:{item}: {key} cannot be negative")
     return arguments

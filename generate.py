@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--max-new-tokens {args.max_new_tokens} after a prompt of {len(ids)} tokens is more than the model's "
             f"{model.args.max_seq_len} positions; "
-            + (f"at most {left} fit" if left >= 0 else f"shorten the prompt by {-left} tokens or more")
+            + (f"at most {left} fit" if left >= 0 else f"shorten the prompt by {args.max_new_tokens - left} tokens")
+            + ", or choose --cache streaming, whose text has no end"
         )
     model.setup_caches(args.spec, 1, len(ids) + args.max_new_tokens)
     if note:
@@ -490,6 +491,7 @@ def read_line() -> str:
     try:
         return input().strip()
     except (EOFError, RuntimeError):  # RuntimeError: there is no stdin at all
+        print(file=sys.stderr)
         return ""
     except UnicodeDecodeError:
         raise UsageError("--interactive: the input is not UTF-8; convert it first") from None

@@ -159,7 +159,7 @@ def test_the_demonstration_is_about_3000_tokens():
         (["--prompt", "a", "--prompt-file", "b"], ["--prompt", "--prompt-file"]),
         (["--max-new-tokens", "-1"], ["--max-new-tokens -1"]),
         (["--max-new-tokens", "5000"], ["--max-new-tokens 5000", "1024", "at most"]),
-        (["--prompt", "a" * 3000], ["1024", "shorten the prompt"]),
+        (["--prompt", "a" * 3000, "--max-new-tokens", "30"], ["1024", "shorten the prompt by", "streaming"]),
         (["--top-p", "0", "--temperature", "1"], ["--top-p 0"]),
         (["--top-p", "1.5", "--temperature", "1"], ["--top-p 1.5"]),
         (["--top-k", "0", "--temperature", "1"], ["--top-k 0"]),
