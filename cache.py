@@ -158,9 +158,10 @@ class KVCache(nn.Module):
         k, v = self.k_store.read()[:, :, :S], self.v_store.read()[:, :, :S]
         return (k, v) if self.residual is None else self.residual.overlay(k, v, self.slot_pos, pos)
 
-    def fit(self, prompts: list[int], starts: list[int], room: int, limit: int) -> int:
+    def fit(self, prompts: list[int], starts: list[int], room: int, limit: int) -> list[int]:
         """Size the buffers for prompts of these lengths, one a sequence, from positions `starts` on, and `room` tokens
-        after them; `limit` is the longest that a sequence can become. Returns how many tokens may be read at a time.
+        after them; `limit` is the longest that a sequence can become. Returns how many tokens of each may be
+        read at once.
 
         A sequence that begins (start 0) is emptied. A policy that appends gets room for what comes, and more of it when
         a sequence goes on; one that evicts while decoding has what its budget says from the start.
@@ -168,8 +169,8 @@ class KVCache(nn.Module):
         policy, slots, begins = self.policy, self.slot_pos.shape[2], [start == 0 for start in starts]
         self.room, most = room, limit
         endless = policy.relative and limit > policy.positions
-        if endless:  # positions in the cache are not to pass the model's: an eighth is left for what is read together
-            most = policy.positions - max(policy.positions // 8, 1)
+        if endless:
+            most = longest_window(policy.positions)
         if policy.appends:
             held = (self.slot_pos >= 0).sum(-1).amax(-1).tolist()
             need = [room + (self.plan(T) if new else n + T) for T, new, n in zip(prompts, begins, held, strict=True)]
@@ -178,14 +179,13 @@ class KVCache(nn.Module):
             need = [min(self.plan(T), most) if new else n for T, new, n in zip(prompts, begins, size, strict=True)]
         wanted = max(need) if all(begins) else max(slots, *need)
         if wanted != slots:
-            if slots:
+            if slots and policy.appends:
                 policy.count.clamp_(max=slots)  # tokens beyond that went over older ones
             self.allocate(wanted)
         self.reset([b for b, new in enumerate(begins) if new])
         policy.capacity.copy_(torch.tensor([wanted] * len(need) if policy.appends else need))
-        if endless and any(start + T > policy.positions for T, start in zip(prompts, starts, strict=True)):
-            return policy.positions - max(need)
-        return max(prompts)
+        fits = [not endless or start + T <= policy.positions for T, start in zip(prompts, starts, strict=True)]
+        return [T if fit else policy.positions - n for T, fit, n in zip(prompts, fits, need, strict=True)]
 
     def allocate(self, slots: int) -> None:
         """Buffers for `slots` slots a head. Slots that were there before keep their content."""
@@ -222,6 +222,12 @@ class KVCache(nn.Module):
     def nbytes(self) -> int:
         """Bytes of all live buffers: codes, scales, zeros, residual, slot_pos, and what the policy remembers."""
         return sum(b.numel() * b.element_size() for b in self.buffers())
+
+
+def longest_window(positions: int) -> int:
+    """The most slots where positions are counted in the cache and text goes on beyond the model's: those must cover the
+    slots and the tokens that are read together, for which an eighth is left."""
+    return positions - max(positions // 8, 1)
 
 
 def narrow(view: nn.Module, whole: nn.Module, row: int) -> nn.Module:
@@ -485,8 +491,8 @@ class Expected(Policy):
 
     def __init__(self, sink: int = 4, recent: int = 0, future: int = 512):
         super().__init__(sink, recent)
-        if future < 1:
-            raise SpecError("future=0: give at least 1 position to come")
+        if not 1 <= future <= 10**5:
+            raise SpecError(f"future={future}: give 1 to 100000 positions to come")
         self.future = future
 
     def score(self, q, k, v, pos):
@@ -658,7 +664,7 @@ class Random(Ranked):
 
     def __init__(self, seed: int = 0, sink: int = 0, recent: int = 0):
         super().__init__(sink, recent)
-        self.seed = seed % 2**31
+        self.seed = seed
 
     def attach(self, layer, frequencies, positions):
         self.layer = torch.tensor(layer, device=frequencies.device)
@@ -913,6 +919,12 @@ class CacheSpec:
     def __call__(self, args, rope: Tensor, batch: int, max_seq_len: int, dtype: torch.dtype, device) -> list[KVCache]:
         """args: the model's shape (n_layer, n_kv_head, head_dim, max_seq_len); rope: its rotary frequencies [D/2];
         dtype: what 16 bits means, the model's own."""
+        most = longest_window(args.max_seq_len)
+        if self.endless and max_seq_len > args.max_seq_len and self.policy().least() > most:
+            raise SpecError(
+                f"--cache {self.name}: {self.policy().sink} sinks; for text beyond the model's {args.max_seq_len} "
+                f"positions there are at most {most} slots, so give at most {most - 1} sinks"
+            )
         length, dim = min(self.residual, max_seq_len), args.head_dim
         slots = functools.lru_cache(lambda prompt: self.slots(prompt, args.n_layer))  # one plan, for all layers
 
@@ -1043,4 +1055,6 @@ def parse_arguments(name: str, text: str) -> dict[str, int | float | str]:
             raise SpecError(f"--cache {name}:{item}: {key} takes a value like {str(known[key]).lower()}") from None
         if not isinstance(arguments[key], str) and arguments[key] < 0:
             raise SpecError(f"--cache {name}:{item}: {key} cannot be negative")
+        if not isinstance(arguments[key], str) and not arguments[key] < 2**31:
+            raise SpecError(f"--cache {name}:{item}: {key} must be below 2^31")
     return arguments

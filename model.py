@@ -56,8 +56,8 @@ class NoCache(nn.Module):
 
     prefill = forward
 
-    def fit(self, prompts: list[int], starts: list[int], room: int, limit: int) -> int:
-        return max(prompts)
+    def fit(self, prompts: list[int], starts: list[int], room: int, limit: int) -> list[int]:
+        return prompts
 
     def lane(self, row: int) -> "NoCache":
         return self
@@ -105,8 +105,8 @@ class Transformer(nn.Module):
         earlier prompt plus everything decoded since continues it. room: tokens that will follow, for which slots are
         allocated; by default what is left of max_seq_len. Layer by layer: a layer's full keys and values live until its
         cache has kept what it wants, so that the peak is one layer's, not all layers'. chunk: tokens that share the
-        large activations. Prompts of different lengths are read one after the other: reading is bound by arithmetic,
-        which a batch does not make less, and padding would make more.
+        large activations. Prompts of different lengths, and later turns, are read one after the other: reading is bound
+        by arithmetic, which a batch does not make less, and padding would make more.
         """
         lengths, starts = [len(row) for row in ids], [start] * len(ids) if isinstance(start, int) else start
         longest = max(s + T for s, T in zip(starts, lengths, strict=True))
@@ -117,15 +117,17 @@ class Transformer(nn.Module):
                 f"needs at least one, and at most {self.max_seq_len} in total"
             )
         caches = [layer.attention.cache for layer in self.layers]
-        piece = min(cache.fit(lengths, starts, room, self.max_seq_len) for cache in caches)
-        if isinstance(ids, Tensor) and len(set(starts)) == 1:
-            return self.read(ids, starts[0], piece, chunk)
+        pieces = [cache.fit(lengths, starts, room, self.max_seq_len) for cache in caches]
+        pieces = [min(of_row) for of_row in zip(*pieces, strict=True)]
+        # Prompts of one length have the same slots. What is held of longer texts may differ, whatever their length.
+        if len(ids) == 1 or (isinstance(ids, Tensor) and not any(starts)):
+            return self.read(ids[0][None] if len(ids) == 1 else ids, starts[0], pieces[0], chunk)
         logits = []
         try:
             for b, row in enumerate(ids):
                 for layer, cache in zip(self.layers, caches, strict=True):
                     layer.attention.cache = cache.lane(b)
-                logits.append(self.read(row[None], starts[b], piece, chunk))
+                logits.append(self.read(row[None], starts[b], pieces[b], chunk))
         finally:
             for layer, cache in zip(self.layers, caches, strict=True):
                 layer.attention.cache = cache
