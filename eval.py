@@ -8,9 +8,10 @@ Every task runs a grid, cache x budget x bits, and begins with the full cache in
     ppl        perplexity of text that is read through the compressed cache
     fidelity   how far the next token's distribution is from the full cache's
     needle     a number hidden in text: is it found, with the question inside the compressed prompt or after it
+    ruler      tasks after RULER (2404.06654), several needles, variables, words to count: the part that is found
     bench      speed and memory
 
-The first three compare caches of equal memory: a budget is a part of what the full cache holds at the end, and a policy
+The first four compare caches of equal memory: a budget is a part of what the full cache holds at the end, and a policy
 that appends what follows a prompt has that many slots less for the prompt. They note every result in --out as it comes,
 and one that was interrupted goes on from there.
 
@@ -19,6 +20,7 @@ The first row is what its ratios refer to.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -96,9 +98,8 @@ def grid(args: argparse.Namespace) -> list[dict]:
     model, tokenizer = load_checkpoint(args.checkpoint, device=args.device)
     if args.compile and not compiler_missing(args.device):
         model.compile()
-    samples, measure = {"ppl": teacher_forced, "fidelity": teacher_forced, "needle": needles}[args.task](
-        args, model, tokenizer
-    )
+    task = teacher_forced if args.task in ("ppl", "fidelity") else questions
+    samples, measure = task(args, model, tokenizer)
     for arm in args.arms:
         for prompt, room in {(s.prompt, s.room) for s in samples}:
             arm.spec(prompt, room)  # all that cannot be run is refused before anything is
@@ -183,7 +184,7 @@ class Sample:
     room: int
     key: dict
     split: int = 0
-    answer: str = ""
+    answers: list[str] = field(default_factory=list)
 
 
 def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
@@ -253,44 +254,130 @@ def through(model: Transformer, spec: caches.CacheSpec, ids: list[int], prompt: 
         pos += 1
 
 
-def needles(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
-    """A pass key of five digits in --length tokens of text, at --depth from 0 (beginning) to 1, and a question."""
-    filler, samples = tokenizer.decode(tokenizer.encode(sample_text())[: 2 * max(args.length)]), []
-    for length, depth, protocol, i in itertools.product(args.length, args.depth, args.protocol, range(args.samples)):
-        draw = random.Random(f"{args.seed} {length} {depth} {i}")
-        answer, shift = str(draw.randint(10000, 99999)), draw.randrange(length // 2 + 1)
-        lines = tokenizer.decode(tokenizer.encode(filler)[shift : shift + length]).split("\n")
-        lines.insert(round(depth * len(lines)), f"\nThe pass key is {answer}. Remember it. {answer} is the pass key.\n")
-        context = "There is a pass key hidden in the following text. Find it and remember it.\n\n" + "\n".join(lines)
-        question = "\n\nWhat is the pass key? Answer with the number alone."
-        if tokenizer.has_chat_template:
-            ask = lambda text: tokenizer.chat([{"role": "user", "content": text}])  # noqa: E731
+def questions(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
+    """A text and a question about it, which is part of the compressed prompt (inside), or read after it (after)."""
+    if tokenizer.has_chat_template:
+        ask = lambda text: tokenizer.chat([{"role": "user", "content": text}])  # noqa: E731
+    else:
+        ask = lambda text: tokenizer.encode(text + "\nAnswer:")  # noqa: E731
+    filler, samples = tokenizer.encode(sample_text()), []
+    places = args.depth if args.task == "needle" else list(RULER)
+    for length, place, i in itertools.product(args.length, places, range(args.samples)):
+        draw = random.Random(f"{args.seed} {length} {place} {i}")
+        first = draw.randrange(max(len(filler) - length, 1))
+        lines = tokenizer.decode(filler[first : first + length]).split("\n")
+        if args.task == "needle":
+            context, question, answers = needle(draw, lines, place)
         else:
-            ask = lambda text: tokenizer.encode(text + "\nThe pass key is")  # noqa: E731
+            context, question, answers = RULER[place](draw, lines, length)
         ids, alone = ask(context + question), ask(context)
         split = next((j for j, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
-        if len(ids) + NEEDLE_ROOM > model.args.max_seq_len:
+        if len(ids) + args.answer > model.args.max_seq_len:
             raise UsageError(
-                f"--length {length}: makes {len(ids)} tokens; the model has {model.args.max_seq_len} positions"
+                f"--length {length}: makes {len(ids)} tokens and --answer {args.answer} more; "
+                f"the model has {model.args.max_seq_len} positions"
             )
-        inside = protocol == "inside"
-        room = NEEDLE_ROOM + (0 if inside else len(ids) - split)
-        key = {"length": length, "depth": depth, "protocol": protocol, "sample": i, "seed": args.seed}
-        samples.append(Sample(ids, len(ids) if inside else split, room, key, 0 if inside else split, answer))
+        for protocol in args.protocol:
+            inside = protocol == "inside"
+            key = {"length": length, "place": place, "protocol": protocol, "sample": i, "seed": args.seed}
+            key["answer"] = args.answer
+            room = args.answer + (0 if inside else len(ids) - split)
+            samples.append(Sample(ids, len(ids) if inside else split, room, key, 0 if inside else split, answers))
 
     def measure(sample: Sample, arm: Arm) -> dict:
-        model.setup_caches(arm.spec(sample.prompt, sample.room), 1, len(sample.ids) + NEEDLE_ROOM)
+        model.setup_caches(arm.spec(sample.prompt, sample.room), 1, len(sample.ids) + args.answer)
         if sample.split:
             model.prefill(torch.tensor([sample.ids[: sample.split]], device=model.norm.weight.device), 0, sample.room)
         rest = sample.ids[sample.split :]
-        out = generate(model, rest, NEEDLE_ROOM, start=sample.split, stop_ids=tokenizer.eos_ids)
-        found = re.findall(r"\d+", tokenizer.decode(list(out)))
-        return {f"found_{sample.key['protocol']}": float(found[:1] == [sample.answer])}
+        text = tokenizer.decode(
+            list(generate(model, rest, args.answer, start=sample.split, stop_ids=tokenizer.eos_ids))
+        )
+        if args.task == "needle":
+            return {sample.key["protocol"]: float(re.findall(r"\d+", text)[:1] == sample.answers)}
+        recall = sum(a.lower() in text.lower() for a in sample.answers) / len(sample.answers)
+        return {f"{sample.key['place']} {sample.key['protocol']}": recall}
 
     return samples, measure
 
 
-NEEDLE_ROOM = 16  # tokens of an answer
+def needle(draw: random.Random, lines: list[str], depth: float) -> tuple[str, str, list[str]]:
+    """A pass key of five digits at `depth` of the text: 0 is its beginning, 1 its end."""
+    key = str(draw.randint(10000, 99999))
+    lines.insert(round(depth * len(lines)), f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
+    context = "There is a pass key hidden in the following text. Find it and remember it.\n\n" + "\n".join(lines)
+    return context, "\n\nWhat is the pass key? Answer with the number alone.", [key]
+
+
+def lockers(draw: random.Random, lines: list[str], others: int, values: int, asked: int) -> tuple[str, str, list[str]]:
+    """RULER's needles (2404.06654): `asked` keys with `values` numbers each, among `others` that nobody asks for."""
+    names = draw.sample(words(), asked + others)
+    codes = {name: [str(draw.randint(100000, 999999)) for _ in range(values)] for name in names}
+    for name, numbers in codes.items():
+        for code in numbers:
+            lines.insert(draw.randrange(len(lines) + 1), f"The locker named {name} opens with {code}.")
+    context = "Some lines of the following text say which numbers open a locker. Remember them.\n\n" + "\n".join(lines)
+    wanted = " and ".join(names[:asked])
+    question = f"\n\nWhich numbers open the locker named {wanted}? Write down all of them."
+    return context, question, [code for name in names[:asked] for code in codes[name]]
+
+
+def variables(draw: random.Random, lines: list[str], length: int) -> tuple[str, str, list[str]]:
+    """RULER's variable tracking: a chain of five names for one value, and another chain that leads elsewhere."""
+    names = draw.sample([f"{a}{b}{c}" for a, b, c in itertools.product("BCDFGHJK", "AEIOU", "LMNPRSTV")], 10)
+    value, other = draw.sample(range(10000, 99999), 2)
+    chains = [
+        [f"Let {n} be {p}." for p, n in itertools.pairwise([v, *c])]
+        for v, c in ((value, names[:5]), (other, names[5:]))
+    ]
+    places = [sorted(draw.sample(range(len(lines) + 1), min(5, len(lines) + 1))) for _ in chains]
+    inserts = [
+        (p, text) for chain, spots in zip(chains, places, strict=True) for p, text in zip(spots, chain, strict=False)
+    ]
+    for p, text in sorted(inserts, key=lambda x: -x[0]):  # from the end: earlier places stay where they are
+        lines.insert(p, text)
+    context = "Some lines of the following text give values to variables. Keep track of them.\n\n" + "\n".join(lines)
+    return context, f"\n\nWhich five variables have the value {value}? Write down their names.", names[:5]
+
+
+def common_words(draw: random.Random, lines: list[str], length: int, top: int = 10) -> tuple[str, str, list[str]]:
+    """RULER's common words: ten words come ten times as often as the others of a list."""
+    size = max(length // 5, 2 * top)
+    often = max(size // 2 // top, 2)
+    chosen = draw.sample(words(), top + min(size // max(often // 10, 1), len(words()) - top))
+    rare = itertools.islice(itertools.cycle(chosen[top:]), size - often * top)
+    listed = [w for w in chosen[:top] for _ in range(often)] + list(rare)
+    draw.shuffle(listed)
+    context = "Here is a list of words.\n\n" + " ".join(f"{i}. {w}" for i, w in enumerate(listed, 1))
+    return context, f"\n\nWhich {top} words come most often in the list?", chosen[:top]
+
+
+def frequent_words(draw: random.Random, lines: list[str], length: int) -> tuple[str, str, list[str]]:
+    """RULER's frequent words: made-up words, the n-th as often as 1 / n^2 says; the first three are asked for."""
+    coined = ["".join(draw.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(6)) for _ in range(60)]
+    weights = [1 / (n + 1) ** 2 for n in range(60)]
+    listed = draw.choices(coined, weights, k=max(length // 4, 20))
+    ranked = sorted(set(listed), key=lambda w: -listed.count(w))
+    return (
+        "Here is a text in an unknown language.\n\n" + " ".join(listed),
+        "\n\nWhich three words come most often in it?",
+        ranked[:3],
+    )
+
+
+@functools.cache
+def words() -> list[str]:
+    return sorted(set(re.findall(r"\b[a-z]{5,9}\b", sample_text())))
+
+
+RULER = {
+    "single": lambda draw, lines, length: lockers(draw, lines, 0, 1, 1),
+    "multikey": lambda draw, lines, length: lockers(draw, lines, 4, 1, 1),
+    "multivalue": lambda draw, lines, length: lockers(draw, lines, 0, 4, 1),
+    "multiquery": lambda draw, lines, length: lockers(draw, lines, 0, 1, 4),
+    "variables": variables,
+    "common": common_words,
+    "frequent": frequent_words,
+}
 
 
 def read_text(path: Path) -> str:
@@ -460,16 +547,19 @@ def aligned(lines: list[list[str]]) -> list[str]:
     ]
 
 
+def cache_names(text: str) -> list[str]:
+    """Policies by commas; a comma between two arguments of one, as in h2o:recent=9,sink=2, is not one of those."""
+    return re.split(r",(?![^,:]*=)", text)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     def listed(kind):
         return lambda text: [kind(item) for item in text.split(",")]
 
     parser = p = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("task", choices=["ppl", "fidelity", "needle", "bench"])
+    p.add_argument("task", choices=["ppl", "fidelity", "needle", "ruler", "bench"])
     p.add_argument("--checkpoint", default="smollm2")
-    p.add_argument(
-        "--cache", type=lambda text: re.split(r",(?![^,:]*=)", text), default=["pyramid"], help="policies, by commas"
-    )
+    p.add_argument("--cache", type=cache_names, default=["pyramid"], help="policies, by commas")
     p.add_argument("--budget", type=listed(number), help="slots or fractions, by commas: 1.0,0.5,0.25; for bench 0.2")
     p.add_argument("--bits", type=listed(int), default=[16, 4], help="16, 8, 4, 2, by commas")
     p.add_argument("--threads", type=int, help="CPU threads")
@@ -483,18 +573,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--context", type=int, default=3500, help="tokens that are compressed")
     g.add_argument("--score", type=int, default=128, help="tokens that are then read one by one")
     g.add_argument("--windows", type=int, default=4, help="pieces of text, one after the other")
-    g = p.add_argument_group("needle")
+    g = p.add_argument_group("needle and ruler")
     g.add_argument("--length", type=listed(int), default=[1000, 3500], help="tokens of text, by commas")
-    g.add_argument("--depth", type=listed(float), default=[0.1, 0.5, 0.9], help="where, 0 to 1, by commas")
+    g.add_argument("--depth", type=listed(float), default=[0.1, 0.5, 0.9], help="needle: where, 0 to 1, by commas")
+    g.add_argument("--answer", type=int, help="tokens of an answer: 16, for ruler 48")
     g.add_argument("--protocol", type=listed(str), default=["inside", "after"], help="where the question stands")
-    g.add_argument("--samples", type=int, default=2, help="for each length and depth")
+    g.add_argument("--samples", type=int, default=2, help="for each length and depth, or task of ruler")
     p = p.add_argument_group("bench")
     p.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas")
     p.add_argument("--prefills", type=int, default=1, help="how often every prompt is read")
     p.add_argument("--steps", type=int, default=15, help="decode steps a turn")
     p.add_argument("--rounds", type=int, default=8, help="turns of every row")
     args = parser.parse_args(argv)
-    for name in ("prefills", "steps", "rounds", "threads", "context", "score", "windows", "samples"):
+    for name in ("prefills", "steps", "rounds", "threads", "context", "score", "windows", "samples", "answer"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)}: give 1 or more")
     for flag, least in {"--prompt-tokens": min(args.prompt_tokens), "--length": min(args.length)}.items():
@@ -508,6 +599,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UsageError(f"--protocol {protocol}: choose inside, after or both by a comma")
     if args.out:
         check_writable(args.out, "--out")
+    if args.answer is None:
+        args.answer = 16 if args.task == "needle" else 48
     if args.budget is None:
         args.budget = [0.2] if args.task == "bench" else [1.0, 0.5, 0.25]
     args.device = pick_device(args.device)

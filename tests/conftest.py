@@ -61,6 +61,30 @@ def hf_weights(model: llama.Transformer) -> dict[str, torch.Tensor]:
     return weights
 
 
+def hf_twin(model: llama.Transformer, **options):
+    """transformers' own model of the same shape and weights, float32. options: of its config."""
+    import transformers
+
+    a, weights = model.args, hf_weights(model)
+    config = transformers.LlamaConfig(
+        vocab_size=a.vocab_size,
+        hidden_size=a.dim,
+        intermediate_size=a.hidden_dim,
+        num_hidden_layers=a.n_layer,
+        num_attention_heads=a.n_head,
+        num_key_value_heads=a.n_kv_head,
+        head_dim=a.head_dim,
+        max_position_embeddings=a.max_seq_len,
+        rms_norm_eps=a.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": a.rope_theta},
+        tie_word_embeddings=True,
+        **options,
+    )
+    hf = transformers.LlamaForCausalLM(config).eval()
+    hf.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    return hf
+
+
 def tokens(n: int, batch: int = 1, vocab: int = 97, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, vocab, (batch, n), generator=torch.Generator().manual_seed(seed))
 

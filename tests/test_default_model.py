@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import hf_weights
+from conftest import hf_twin
 
 import model as m
 from cache import build
@@ -42,25 +42,8 @@ def two_threads():
 def evidence():
     """What transformers' own model computes on the prompt: for every layer attention [9,T,T], keys and values
     [3,T,64], and queries before rotation [9,T,64]."""
-    transformers = pytest.importorskip("transformers", reason="compares with the transformers package")
-    model, _ = default(torch.float32)
-    a = model.args
-    config = transformers.LlamaConfig(
-        vocab_size=a.vocab_size,
-        hidden_size=a.dim,
-        intermediate_size=a.hidden_dim,
-        num_hidden_layers=a.n_layer,
-        num_attention_heads=a.n_head,
-        num_key_value_heads=a.n_kv_head,
-        head_dim=a.head_dim,
-        max_position_embeddings=a.max_seq_len,
-        rms_norm_eps=a.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": a.rope_theta},
-        tie_word_embeddings=True,
-        attn_implementation="eager",
-    )
-    hf, weights, queries = transformers.LlamaForCausalLM(config).eval(), hf_weights(model), []
-    hf.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    pytest.importorskip("transformers", reason="compares with the transformers package")
+    hf, queries = hf_twin(default(torch.float32)[0], attn_implementation="eager"), []
     for layer in hf.model.layers:
         layer.self_attn.q_proj.register_forward_hook(lambda _m, _x, y: queries.append(y[0].unflatten(-1, (9, 64))))
     with torch.no_grad():

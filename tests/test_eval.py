@@ -1,5 +1,6 @@
 """eval.py: control arms that cannot flatter, results that survive a kill, a bench that measures what it says."""
 
+import itertools
 import json
 import shutil
 
@@ -59,15 +60,15 @@ def rows_of(capsys, checkpoint, task, *flags):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("task", ["ppl", "fidelity", "needle"])
+@pytest.mark.parametrize("task", ["ppl", "fidelity", "needle", "ruler"])
 def test_control_arms_equal_the_full_cache(checkpoint, capsys, task):
     """A budget of everything at 16 bits is the full cache in every number; a quarter is not, and says what it cost."""
-    rows = rows_of(capsys, checkpoint, task, "--cache", EVERY, "--budget", "1.0,0.5", "--bits", "16")
-    assert len(rows) == 1 + 2 * 11 and rows[0]["cache"] == "full"
+    names = "snapkv:window=8,h2o" if task == "ruler" else EVERY  # seven tasks of two protocols take long
+    rows = rows_of(capsys, checkpoint, task, "--cache", names, "--budget", "1.0,0.5", "--bits", "16", "--answer", "8")
+    assert len(rows) == 1 + 2 * len(ev.cache_names(names)) and rows[0]["cache"] == "full"
     numbers = [k for k in rows[0] if k + "_error" in rows[0]]
-    assert (
-        numbers
-        == {"ppl": ["nll", "ppl"], "fidelity": ["kl", "top1", "gap"], "needle": ["found_inside", "found_after"]}[task]
+    assert numbers == {"ppl": ["nll", "ppl"], "fidelity": ["kl", "top1", "gap"], "needle": ["inside", "after"]}.get(
+        task, numbers
     )
     for row in rows[1:]:
         if row["budget"] == 1:
@@ -75,7 +76,7 @@ def test_control_arms_equal_the_full_cache(checkpoint, capsys, task):
             assert [row[n] for n in numbers] == pytest.approx([rows[0][n] for n in numbers], abs=2e-6)
         else:
             assert row["evicted"] > 60
-            if task != "needle":
+            if task in ("ppl", "fidelity"):
                 assert abs(row[numbers[0]] - rows[0][numbers[0]]) > 1e-4
     if task == "fidelity":
         assert rows[0]["kl"] == 0 and rows[0]["top1"] == 1 and rows[0]["gap"] == 0
@@ -120,6 +121,43 @@ def test_an_interrupted_run_goes_on(checkpoint, capsys, tmp_path, monkeypatch):
     assert ev.main(command) == 0 and capsys.readouterr().out == again and len(calls) == 7
     fresh = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", "--json", *QUALITY, *flags]
     assert ev.main(fresh) == 0 and capsys.readouterr().out == again
+
+
+def test_rulers_answers_are_right():
+    """Read back from the text itself: what is asked for is there, and nothing else would do."""
+    import random
+    import re
+    from collections import Counter
+
+    lines = ev.sample_text().split("\n")[:200]
+    for seed, (name, task) in itertools.product(range(5), ev.RULER.items()):
+        context, question, answers = task(random.Random(seed), list(lines), 2000)
+        if name in ("single", "multikey", "multivalue", "multiquery"):
+            pairs = re.findall(r"The locker named (\w+) opens with (\d+)\.", context)
+            asked = re.search(r"named (.*)\?", question)[1].split(" and ")
+            assert sorted(answers) == sorted(code for who, code in pairs if who in asked)
+            assert (len(pairs), len(answers)) == {"single": (1, 1), "multikey": (5, 1)}.get(name, (4, 4))
+        elif name == "variables":
+            value = {}
+            for left, right in re.findall(r"Let (\w+) be (\w+)\.", context):
+                value[left] = value.get(right, right)  # in the order of the text
+            wanted = re.search(r"value (\d+)", question)[1]
+            assert sorted(answers) == sorted(n for n, v in value.items() if v == wanted) and len(answers) == 5
+        else:
+            listed = re.findall(r"\b[a-z]+\b", context.split("\n\n")[1])
+            top = [w for w, _ in Counter(listed).most_common(len(answers))]
+            assert name == "frequent" or set(top) == set(answers)
+            counts = Counter(listed)
+            assert sorted(counts[w] for w in answers) == sorted(counts[w] for w in top)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_needle_lies_at_its_depth(depth):
+    import random
+
+    lines = [f"line {i}" for i in range(100)]
+    context, _, (key,) = ev.needle(random.Random(0), lines, depth)
+    assert context.count(key) == 2 and context[: context.index(key)].count("line") == round(100 * depth)
 
 
 def test_a_policy_that_never_fired_is_marked():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import hf_weights, tiny_args
+from conftest import hf_twin, hf_weights, tiny_args
 
 import model as m
 from model import CheckpointError, ModelArgs, load_checkpoint
@@ -71,23 +71,7 @@ def test_logits_of_the_default_model():
         model, tokenizer = load_checkpoint("smollm2", dtype=torch.float32)
     except CheckpointError as error:
         pytest.skip(str(error))
-    a = model.args
-    config = transformers.LlamaConfig(
-        vocab_size=a.vocab_size,
-        hidden_size=a.dim,
-        intermediate_size=a.hidden_dim,
-        num_hidden_layers=a.n_layer,
-        num_attention_heads=a.n_head,
-        num_key_value_heads=a.n_kv_head,
-        head_dim=a.head_dim,
-        max_position_embeddings=a.max_seq_len,
-        rms_norm_eps=a.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": a.rope_theta},
-        tie_word_embeddings=True,
-    )
-    hf = transformers.LlamaForCausalLM(config).eval()
-    weights = hf_weights(model)
-    hf.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    hf = hf_twin(model)
     ids = torch.tensor([tokenizer.encode(topics["for"] + topics["try"])[:512]])
     assert ids.shape == (1, 512)
     with torch.no_grad():

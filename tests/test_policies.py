@@ -393,7 +393,7 @@ def test_query_position_is_tokens_seen():
 @pytest.mark.parametrize("heads,dim", [((4, 4), 20), ((6, 2), 64), ((7, 1), 96), ((16, 1), 128)])
 def test_any_group_and_head_dim(name, heads, dim):
     model = tiny_model(n_head=heads[0], n_kv_head=heads[1], head_dim=dim, n_layer=1)
-    spec = build(name, budget=None if name == "full" else 24 if "window" not in name or "=4" in name else 30)
+    spec = build(name, budget=None if name == "full" else 24)
     model.setup_caches(spec, 1, 70)
     model.layers[0].attention.cache = Checked(model.layers[0].attention.cache, spec)
     decode(model, tokens(70), 50)
