@@ -50,12 +50,14 @@ def test_bench_prints_a_table(checkpoint, capsys):
     assert len(lines) == 1 + 2 * 3 and "vs first" in lines[0] and lines[1].startswith("full 16")
 
 
-QUALITY = ["--context", "150", "--score", "30", "--windows", "2", "--length", "200", "--depth", "0.5", "--samples", "1"]
+TEXT = ["--context", "150", "--score", "30", "--windows", "2"]
+ASKED = ["--length", "200", "--samples", "1", "--answer", "8"]
+FEW = {"ppl": TEXT, "fidelity": TEXT, "needle": [*ASKED, "--depth", "0.5"], "ruler": ASKED}
 EVERY = "window,streaming,h2o,tova,snapkv:window=8,pyramid:window=8,adakv:window=8,expected,keynorm,keydiff,random"
 
 
 def rows_of(capsys, checkpoint, task, *flags):
-    command = [task, "--checkpoint", str(checkpoint), "--no-compile", "--json", *QUALITY, *flags]
+    command = [task, "--checkpoint", str(checkpoint), "--no-compile", "--json", *FEW[task], *flags]
     assert ev.main(command) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -64,7 +66,7 @@ def rows_of(capsys, checkpoint, task, *flags):
 def test_control_arms_equal_the_full_cache(checkpoint, capsys, task):
     """A budget of everything at 16 bits is the full cache in every number; a quarter is not, and says what it cost."""
     names = "snapkv:window=8,h2o" if task == "ruler" else EVERY  # seven tasks of two protocols take long
-    rows = rows_of(capsys, checkpoint, task, "--cache", names, "--budget", "1.0,0.5", "--bits", "16", "--answer", "8")
+    rows = rows_of(capsys, checkpoint, task, "--cache", names, "--budget", "1.0,0.5", "--bits", "16")
     assert len(rows) == 1 + 2 * len(ev.cache_names(names)) and rows[0]["cache"] == "full"
     numbers = [k for k in rows[0] if k + "_error" in rows[0]]
     assert numbers == {"ppl": ["nll", "ppl"], "fidelity": ["kl", "top1", "gap"], "needle": ["inside", "after"]}.get(
@@ -108,7 +110,7 @@ def test_an_interrupted_run_goes_on(checkpoint, capsys, tmp_path, monkeypatch):
         return through(*args)
 
     monkeypatch.setattr(ev, "through", counted)
-    command = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", "--json", *QUALITY, *flags, "--out", str(out)]
+    command = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", "--json", *TEXT, *flags, "--out", str(out)]
     assert ev.main(command) == 130
     assert len(out.read_text().splitlines()) == 4
     with out.open("a") as file:
@@ -119,7 +121,7 @@ def test_an_interrupted_run_goes_on(checkpoint, capsys, tmp_path, monkeypatch):
     assert len(calls) == 5 + 2  # three arms, two windows, four of them done before
     assert len(out.read_text().splitlines()) == 6 and all(json.loads(line) for line in out.read_text().splitlines())
     assert ev.main(command) == 0 and capsys.readouterr().out == again and len(calls) == 7
-    fresh = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", "--json", *QUALITY, *flags]
+    fresh = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", "--json", *TEXT, *flags]
     assert ev.main(fresh) == 0 and capsys.readouterr().out == again
 
 
@@ -201,6 +203,8 @@ def test_ppl_is_the_models_own(checkpoint, capsys, tmp_path):
         (["ppl", "--budget", "0.05", "--cache", "snapkv"], ["--budget 0.05", "9 slots", "95"]),
         (["ppl", "--budget", "half"], ["--budget"]),
         (["nothing"], ["nothing", "ppl"]),
+        (["ppl", "--depth", "0.3"], ["--depth", "needle", "ppl"]),
+        (["ruler", "--rounds", "3"], ["--rounds", "bench", "ruler"]),
         (["needle", "--depth", "1.5"], ["--depth 1.5"]),
         (["needle", "--protocol", "outside"], ["--protocol outside", "inside"]),
         (["needle", "--length", "3000"], ["--length 3000", "1024"]),
@@ -213,7 +217,10 @@ def test_quality_refusals(checkpoint, capsys, tmp_path, monkeypatch, command, wo
     (tmp_path / "SHORT").write_text("abc\n")
     if "--out" in command:
         (tmp_path / "SHORT").write_text("abc\ndef\n")
-    assert ev.main([command[0], "--checkpoint", str(checkpoint), "--no-compile", *QUALITY, *command[1:]]) == 2
+    assert (
+        ev.main([command[0], "--checkpoint", str(checkpoint), "--no-compile", *FEW.get(command[0], []), *command[1:]])
+        == 2
+    )
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines()[-1].startswith("eval.py: ") and all(w in err.splitlines()[-1] for w in words)
 
