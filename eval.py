@@ -21,6 +21,7 @@ The first row is what its ratios refer to.
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import json
 import math
@@ -60,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         lines = bench_table(rows) if args.task == "bench" else grid_table(rows)
         for line in [json.dumps(row) for row in rows] if args.json else aligned(lines):
             print(line)
+        if args.plot:
+            plot(rows, args.plot)
         return 0
 
     return exit_code("eval.py", work)
@@ -153,6 +156,31 @@ def grid_table(rows: list[dict]) -> list[list[str]]:
         values = [f"{r[m]:.4f} ± {r[m + '_error']:.4f}" for m in measures]
         lines.append([r["cache"], budget, str(r["bits"]), *sizes, *values])
     return lines
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Every measure against the memory that it took, a line for each policy and number of bits, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measures = [name for name in rows[0] if name + "_error" in rows[0]]
+    figure, axes = pyplot.subplots(1, len(measures), figsize=(5 * len(measures), 4), squeeze=False)
+    for axis, name in zip(axes[0], measures, strict=True):
+        axis.axhline(rows[0][name], color="black", linewidth=0.8)
+        for cache, bits in dict.fromkeys((r["cache"], r["bits"]) for r in rows[1:]):
+            line = sorted(
+                (r["bytes"] / 1e6, r[name], r[name + "_error"])
+                for r in rows[1:]
+                if (r["cache"], r["bits"]) == (cache, bits)
+            )
+            x, y, error = zip(*line, strict=True)
+            axis.errorbar(x, y, error, marker="o", markersize=3, linewidth=1, label=f"{cache} {bits}")
+        axis.set(xlabel="cache, MB", ylabel=name)
+    axes[0][-1].legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def read_results(path: Path | None) -> dict[str, dict]:
@@ -567,6 +595,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     g = p.add_argument_group("ppl, fidelity, needle, ruler")
     g.add_argument("--out", type=Path, help="JSONL to which every result is added; what is there is not done again")
+    g.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table (needs matplotlib)")
     g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     g = p.add_argument_group("ppl, fidelity")
     g.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="instead of Python's manual")
@@ -605,6 +634,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UsageError(f"--protocol {protocol}: choose inside, after or both by a comma")
     if args.out:
         check_writable(args.out, "--out")
+    if args.plot:
+        check_writable(args.plot, "--plot")
+        if args.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise UsageError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError(f"--plot {args.plot}: matplotlib is not installed; pip install matplotlib, or drop --plot")
     if args.answer is None:
         args.answer = 16 if args.task == "needle" else 48
     if args.budget is None:

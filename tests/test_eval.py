@@ -162,6 +162,20 @@ def test_needle_lies_at_its_depth(depth):
     assert context.count(key) == 2 and context[: context.index(key)].count("line") == round(100 * depth)
 
 
+def test_plot(checkpoint, capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="--plot draws with matplotlib")
+    rows_of(
+        capsys, checkpoint, "fidelity", "--cache", "window", "--budget", "0.5,0.3", "--plot", str(tmp_path / "a.png")
+    )
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plot_without_matplotlib_is_refused_before_any_work(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(ev.importlib.util, "find_spec", lambda name: None)
+    assert ev.main(["ppl", "--checkpoint", str(checkpoint), "--plot", "a.png"]) == 2
+    assert "matplotlib" in capsys.readouterr().err
+
+
 def test_a_policy_that_never_fired_is_marked():
     row = {
         "cache": "h2o",
