@@ -331,7 +331,8 @@ class Policy(nn.Module):
         T = q.shape[2]
         if live is not None:
             return self.append(T)
-        n = min(cache.plan(T), T, int(self.capacity.max())) if self.appends else min(int(self.capacity.max()), T)
+        size = int(self.capacity.max())
+        n = min(T, size, cache.plan(T) if self.appends else size)
         score = torch.zeros(v.shape[:3], device=v.device) if n == T else self.score(q, k, v, pos)
         kept = self.keep(score, pos[:, None].expand_as(score), n, self.newest(n))
         self.count.copy_(kept.sum(-1))

@@ -184,22 +184,23 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def read_results(path: Path | None) -> dict[str, dict]:
-    """What an earlier run noted. A last line that was cut off is left out, and overwritten."""
-    done = {}
+    """What an earlier run noted. A last line that was cut off when it was killed is taken away."""
     if path is None or not path.exists():
-        return done
-    text = path.read_text(encoding="utf-8")
-    for i, line in enumerate(text.splitlines(), 1):
+        return {}
+    done, whole = {}, 0  # bytes of whole lines
+    for i, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
+        if not line.endswith("\n") and '{"key": '.startswith(line[:8]):
+            with path.open("r+b") as file:
+                file.truncate(whole)
+            break
         try:
             record = json.loads(line)
             done[json.dumps(record["key"], sort_keys=True)] = record["result"]
         except (ValueError, KeyError, TypeError):
-            if i < len(text.splitlines()):
-                raise UsageError(
-                    f"--out {path}: line {i} is not a result; give a file of an earlier run, or a new one"
-                ) from None
-    if text and not text.endswith("\n"):
-        path.write_text("".join(line + "\n" for line in text.splitlines()[: len(done)]), encoding="utf-8")
+            raise UsageError(
+                f"--out {path}: line {i} is not a result; give a file of an earlier run, or a new one"
+            ) from None
+        whole += len(line.encode())
     return done
 
 

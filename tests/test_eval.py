@@ -239,6 +239,14 @@ def test_quality_refusals(checkpoint, capsys, tmp_path, monkeypatch, command, wo
     assert out == "" and err.splitlines()[-1].startswith("eval.py: ") and all(w in err.splitlines()[-1] for w in words)
 
 
+@pytest.mark.parametrize("text", ["notes", "notes\n", '{"key": 1}\n', "\x00\n"])
+def test_a_file_that_is_no_result_is_left_alone(checkpoint, capsys, tmp_path, text):
+    (tmp_path / "mine").write_text(text)
+    flags = ["--checkpoint", str(checkpoint), "--no-compile", *TEXT, "--cache", "full", "--out", str(tmp_path / "mine")]
+    assert ev.main(["ppl", *flags]) == 2
+    assert "line 1" in capsys.readouterr().err and (tmp_path / "mine").read_text() == text
+
+
 @pytest.mark.parametrize(
     "flags,word",
     [
