@@ -1032,7 +1032,8 @@ def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
         )
     if isinstance(budget, int) and budget < least:
         raise SpecError(
-            f"--budget {budget}: {name} always keeps {policy.sink} sinks and {policy.newest(budget)} recent tokens; "
+            f"--budget {budget}: {name} always keeps the first {policy.sink} tokens (sink) and the last "
+            f"{policy.newest(budget)} ({'window' if isinstance(policy, SnapKV) else 'recent'}); "
             f"give at least {least}, or 1.0 for everything"
         )
     return budget
