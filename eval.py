@@ -30,7 +30,6 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -226,13 +225,13 @@ def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Toke
         raise UsageError(f"--context and --score make {size} tokens; the model has {model.args.max_seq_len} positions")
     windows = min(args.windows, len(ids) // size)
     source = ", ".join(map(str, args.text)) or f"pydoc_data.topics of Python {sys.version.split()[0]}"
-    bos = "a BOS before each" if tokenizer.encode("")[:1] else "no BOS"
+    start = tokenizer.encode("")[:1]
+    bos = "a BOS before each" if start else "no BOS"
     print(
         f"{source}: {windows} windows of {args.context} + {args.score} tokens, {size} apart, {bos}; "
         f"{windows * args.score} tokens scored",
         file=sys.stderr,
     )
-    start = tokenizer.encode("")[:1]
     samples = []
     for i in range(windows):
         part = ids[i * size : (i + 1) * size]
@@ -248,17 +247,13 @@ def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Toke
     reference: dict[int, Tensor] = {}
 
     def measure(sample: Sample, arm: Arm) -> dict:
-        logits = torch.stack(list(through(model, arm.spec(sample.prompt, sample.room), sample.ids, sample.prompt)))
+        logits = through(model, arm.spec(sample.prompt, sample.room), sample.ids, sample.prompt)
         target = torch.tensor(sample.ids[sample.prompt + 1 :], device=logits.device)
         if args.task == "ppl":
             return {"nll": F.cross_entropy(logits, target).item()}
         if id(sample) not in reference:
             reference.clear()  # one window's is enough memory
-            full = (
-                logits
-                if arm == args.arms[0]
-                else torch.stack(list(through(model, args.arms[0].spec(0, 0), sample.ids, sample.prompt)))
-            )
+            full = logits if arm == args.arms[0] else through(model, args.arms[0].spec(0, 0), sample.ids, sample.prompt)
             reference[id(sample)] = full
         full = reference[id(sample)]
         p, q = full.log_softmax(-1), logits.log_softmax(-1)
@@ -271,16 +266,17 @@ def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Toke
     return samples, measure
 
 
-def through(model: Transformer, spec: caches.CacheSpec, ids: list[int], prompt: int) -> Iterator[Tensor]:
-    """Logits [V], float32, after each token that follows the prompt: all of them have seen the compressed cache."""
+def through(model: Transformer, spec: caches.CacheSpec, ids: list[int], prompt: int) -> Tensor:
+    """Logits [n,V], float32, after each token but the last that follows the prompt: all have seen the compressed cache."""
     device = model.norm.weight.device
     model.setup_caches(spec, 1, len(ids))
     tokens = torch.tensor([ids], device=device)
     model.prefill(tokens[:, :prompt])
-    step, pos = DecodeStep(model), torch.full((1, 1), prompt, device=device)
+    step, pos, logits = DecodeStep(model), torch.full((1, 1), prompt, device=device), []
     for t in range(prompt, len(ids) - 1):
-        yield step(tokens[:, t : t + 1], pos)[0, 0].float().clone()
+        logits.append(step(tokens[:, t : t + 1], pos)[0, 0].float().clone())
         pos += 1
+    return torch.stack(logits)
 
 
 def questions(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):

@@ -6,7 +6,7 @@
     column_mass        what attention every key of a prompt receives, exactly, without T x T (H2O's evidence)
     window_mass        the same of the last queries only (SnapKV's evidence)
     expected_mass      the same of queries that are still to come (ExpectedAttention's evidence)
-    apply_rope         rotary positions
+    rotary, apply_rope rotary positions
     dot, mix           q . K and p . V straight from the written-down form of a cache, one query per sequence
     softmax            one softmax over several pieces of a cache
     pack, unpack       small integers in bytes
@@ -128,20 +128,15 @@ def expected_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, frequencies: Ten
     taken for Gaussian, like the prompt's own without the first `sink`: log E exp(q . k) = mean . k + k . cov . k / 2.
     """
     (B, H, T, D), heads = k.shape, q.shape[1]
-
-    def rope(pos):  # [B,1,T] -> cos and sin [B,1,T,2,D/2]
-        angle = (pos[..., None].double() * frequencies.double() % (2 * torch.pi)).float()
-        return torch.stack([angle.cos(), angle.sin()], -2)
-
     total, square = q.new_zeros(B, heads, D).double(), q.new_zeros(B, heads, D, D).double()
     for t in range(sink, T, 1024):
-        plain = apply_rope(q[:, :, t : t + 1024].float(), rope(-pos[:, None, t : t + 1024]))
+        plain = apply_rope(q[:, :, t : t + 1024].float(), rotary(-pos[:, None, t : t + 1024], frequencies))
         total += plain.sum(2)
         square += plain.mT @ plain
     n = max(T - sink, 1)
     mean = total / n
     covariance = square / n - mean[..., None] * mean[..., None, :]
-    ahead = rope(pos[:, None, -1:] + 1 + torch.arange(future, device=q.device))
+    ahead = rotary(pos[:, None, -1:] + 1 + torch.arange(future, device=q.device), frequencies)
     ahead = ahead.mean(2, keepdim=True)  # of cos and sin: an average of rotation matrices
     mean = apply_rope(mean[:, :, None].float(), ahead) * D**-0.5
     covariance = apply_rope(apply_rope(covariance.float(), ahead).mT, ahead) / (2 * D)
@@ -157,6 +152,15 @@ def expected_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, frequencies: Ten
     return mass * torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32)
 
 
+def rotary(pos: Tensor, frequencies: Tensor) -> Tensor:
+    """pos [..], frequencies [D/2] float32 -> cos and sin of their products, float32 [..,2,D/2].
+
+    The product is taken in float64, for texts without end: in float32 it is off by 0.03 at position 10^6.
+    """
+    angle = (pos[..., None].double() * frequencies.double() % (2 * torch.pi)).float()
+    return torch.stack([angle.cos(), angle.sin()], -2)
+
+
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """x [..,D], cos and sin rope [..,2,D/2], the rest as it broadcasts; channel i turns with channel i + D/2."""
     cos, sin = rope.unbind(-2)
@@ -166,9 +170,7 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 def turned(x: Tensor, by: Tensor, frequencies: Tensor) -> Tensor:
     """x [B,H,T,D], rotated to some position, as it would be `by` [B] positions later. frequencies: [D/2]."""
-    # A sequence may be millions of tokens long: in float32 a product that large would have lost the angle.
-    angle = (by[:, None, None, None].double() * frequencies.double() % (2 * torch.pi)).float()
-    return apply_rope(x, torch.stack([angle.cos(), angle.sin()], -2))
+    return apply_rope(x, rotary(by[:, None, None], frequencies))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -252,9 +252,8 @@ class RMSNorm(nn.Module):
 class RoPE(nn.Module):
     """Rotary positions (2104.09864): pos [B,T] -> cos and sin of its angles, float32 [B,T,2,D/2].
 
-    Angles are computed, not looked up: a step needs one row, and a bf16 table would be off by 2^-9. Their product is
-    taken in float64, for texts without end: in float32 it is off by 0.03 at position 10^6. The frequencies are kept as
-    int32 bits, because `model.to(dtype)` casts every buffer of floats.
+    Angles are computed, not looked up: a step needs one row, and a bf16 table would be off by 2^-9. The frequencies
+    are kept as int32 bits, because `model.to(dtype)` casts every buffer of floats.
     """
 
     def __init__(self, args: "ModelArgs"):
@@ -268,8 +267,7 @@ class RoPE(nn.Module):
         return self.bits.view(torch.float32)
 
     def forward(self, pos: Tensor) -> Tensor:
-        angle = (pos[..., None].double() * self.frequencies.double() % (2 * torch.pi)).float()
-        return torch.stack([angle.cos(), angle.sin()], -2) * self.factor
+        return kernels.rotary(pos, self.frequencies) * self.factor
 
 
 class CheckpointError(ValueError):
