@@ -267,7 +267,7 @@ def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Toke
 
 
 def through(model: Transformer, spec: caches.CacheSpec, ids: list[int], prompt: int) -> Tensor:
-    """Logits [n,V], float32, after each token but the last that follows the prompt: all have seen the compressed cache."""
+    """Logits [n,V], float32, after each token that follows the prompt, but the last: all read the compressed cache."""
     device = model.norm.weight.device
     model.setup_caches(spec, 1, len(ids))
     tokens = torch.tensor([ids], device=device)
