@@ -69,6 +69,9 @@ class KVCache(nn.Module):
         self.policy, self.k_store, self.v_store = policy, k_store, v_store
         self.layout, self.residual, self.plan = layout, residual, plan
         self.room, self.origin = 0, None
+        # For whoever measures: watch(cache, q, k, v, pos), arguments as for `Policy.admit`, is called after a prompt or
+        # a chunk of one was stored, while its full keys and values are still there.
+        self.watch: Callable | None = None
         empty = torch.empty(layout.batch, layout.heads, 0, dtype=torch.int32, device=k_store.device)
         self.register_buffer("slot_pos", empty, persistent=False)
 
@@ -94,12 +97,18 @@ class KVCache(nn.Module):
             keys, values = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
             near = self.nearer(q, pos[:, 0]) if self.policy.relative else None
             y = kernels.attend_chunk(q, keys, values, live, near, self.policy.sink)
-        slot = self.policy.admit(self, q, keys, v, pos, live)
+        self.store(q, keys, v, pos, live)
+        return y
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, live: Tensor | None = None) -> None:
+        """Keep what earns a slot of tokens that are read together; arguments as for `Policy.admit`."""
+        slot = self.policy.admit(self, q, k, v, pos, live)
         if (need := int(slot.max()) + 1 + self.room) > self.slot_pos.shape[2] and self.policy.appends:
             self.allocate(need)  # heads that share a budget: only now is it known what the largest wants
-        self.put(slot, k, v, pos)
+        self.put(slot, k[:, :, -q.shape[2] :], v, pos)
         self.policy.measure(self)
-        return y
+        if self.watch is not None:
+            self.watch(self, q, k, v, pos)
 
     def put(self, slot: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Write tokens k and v [B,H,T,D] at pos [B,T] to their slots [B,H,T]; with T > 1, -1 for one that gets none."""

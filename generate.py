@@ -150,10 +150,24 @@ def generate(
     "prefill", "first step" (it compiles, and the next one is recorded) and "step" when each of them has finished.
     """
     device = model.norm.weight.device
-    sample = sample or greedy
     logits = model.prefill(torch.tensor([ids], device=device), start, max_new_tokens)
+    yield from decode(model, logits, start + len(ids), max_new_tokens, stop_ids, sample, on_event)
+
+
+@torch.no_grad()
+def decode(
+    model: Transformer,
+    logits: Tensor,
+    seen: int,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...] = (),
+    sample: Callable[[Tensor], Tensor] | None = None,
+    on_event: Callable[[str], None] = lambda name: None,
+) -> Iterator[int]:
+    """The second half of `generate`: logits [1,V] are those after the `seen` tokens that the caches have been told."""
+    sample = sample or greedy
     tok = sample(logits)
-    pos = torch.full((1, 1), start + len(ids), device=device)
+    pos = torch.full((1, 1), seen, device=logits.device)
     step = DecodeStep(model)
     for i in range(max_new_tokens):
         id = int(tok)  # the one moment of a step when the host waits for the device
