@@ -9,59 +9,77 @@ Every task runs a grid, cache x budget x bits, and begins with the full cache in
     fidelity   how far the next token's distribution is from the full cache's
     needle     a number hidden in text: is it found, with the question inside the compressed prompt or after it
     ruler      tasks after RULER (2404.06654), several needles, variables, words to count: the part that is found
+    longbench  LongBench (2308.14508), sixteen tasks in English, with its metrics, 0 to 100
+    table      all of those but the last, and the speed of decoding, on one page
+    health     what monitoring wants to know of each layer: attention kept, sinks, gaps, errors of quantization
+    map        which positions each layer kept of one prompt, as text or picture
     bench      speed and memory
 
-The first four compare caches of equal memory: a budget is a part of what the full cache holds at the end, and a policy
-that appends what follows a prompt has that many slots less for the prompt. They note every result in --out as it comes,
-and one that was interrupted goes on from there.
+All but the last compare caches of equal memory: a budget is a part of what the full cache holds at the end, and a
+policy that appends what follows a prompt has that many slots less for the prompt. A prompt is read once for many
+caches, because they differ only in what they keep. Results are noted in --out as they come, and a run that was
+interrupted goes on from there.
 
-`bench` measures in turns (A B A B ..), because a shared machine drifts; compare rows of one run, never two runs.
-The first row is what its ratios refer to.
+Speed is measured in turns (A B A B ..), because a shared machine drifts; compare rows of one run, never two runs.
+The first row is what ratios refer to.
 """
 
 import argparse
+import difflib
 import functools
 import importlib.util
+import inspect
 import itertools
 import json
 import math
 import random
 import re
 import statistics
+import string
+import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import cache as caches
 import kernels
 from generate import (
     DecodeStep,
+    Health,
     Parser,
     UsageError,
     check_writable,
     compiler_missing,
+    decode,
     exit_code,
     generate,
     number,
     pick_device,
 )
-from model import Tokenizer, Transformer, load_checkpoint
+from model import WEIGHTS, Tokenizer, Transformer, load_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         args = parse(argv)
-        rows = bench(args) if args.task == "bench" else grid(args)
-        lines = bench_table(rows) if args.task == "bench" else grid_table(rows)
-        for line in [json.dumps(row) for row in rows] if args.json else aligned(lines):
+        run, lines, draw = TASKS[args.task]
+        dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+        model, tokenizer = load_checkpoint(args.checkpoint, device=args.device, dtype=dtype)
+        if args.compile and not compiler_missing(args.device):
+            model.compile()
+        rows = run(args, model, tokenizer)
+        for line in [json.dumps(row) for row in rows] if args.json else lines(rows):
             print(line)
         if args.plot:
-            plot(rows, args.plot)
+            draw(rows, args.plot)
         return 0
 
     return exit_code("eval.py", work)
@@ -79,10 +97,17 @@ class Arm:
     budget: int | float | None
     bits: int
 
+    def __str__(self) -> str:
+        return " ".join([self.cache, *([] if self.budget is None else [f"{self.budget:g}"]), str(self.bits)])
+
+    def relative(self) -> caches.CacheSpec:
+        """With a budget for the prompt alone, as in generate.py: what follows comes on top where a policy appends."""
+        return caches.build(self.cache, budget=self.budget, bits=self.bits)
+
     def spec(self, prompt: int, room: int) -> caches.CacheSpec:
         """For a prompt and `room` tokens after it, which are part of the budget."""
         if self.budget is None:
-            return caches.build(self.cache, bits=self.bits)
+            return self.relative()
         slots = self.budget if isinstance(self.budget, int) else round(self.budget * (prompt + room))
         policy = caches.build(self.cache, budget=1.0).policy()
         left = slots - room if policy.appends else slots
@@ -94,92 +119,129 @@ class Arm:
         return caches.build(self.cache, budget=left, bits=self.bits)
 
 
+class Together(nn.Module):
+    """One layer's caches of many arms. They read a prompt together, since all of them attend to the whole of it."""
+
+    def __init__(self, members: list[caches.KVCache]):
+        super().__init__()
+        self.members = members
+
+    def fit(self, *sizes) -> list[int]:
+        return [min(n) for n in zip(*(cache.fit(*sizes) for cache in self.members), strict=True)]
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        for cache in self.members:
+            cache.store(q, k, v, pos)
+        return kernels.causal_attention(q, k, v)
+
+
+def read_together(model: Transformer, ids: list[int], room: int, specs: list[caches.CacheSpec]) -> tuple[list, Tensor]:
+    """Read a prompt, with `room` tokens to follow -> every spec's caches, one a layer, and the last logits [1,V]."""
+    arms = []
+    for spec in specs:
+        model.setup_caches(spec, 1, len(ids) + room)
+        arms.append([layer.attention.cache for layer in model.layers])
+    install(model, [Together(layer) for layer in zip(*arms, strict=True)])
+    return arms, model.prefill(torch.tensor([ids], device=model.norm.weight.device), 0, room)
+
+
+def install(model: Transformer, layers: list) -> None:
+    for layer, cache in zip(model.layers, layers, strict=True):
+        layer.attention.cache = cache
+
+
 @torch.no_grad()
-def grid(args: argparse.Namespace) -> list[dict]:
+def grid(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, task: str = "") -> list[dict]:
     """One dict for each arm, as printed by --json: means over all samples, and their standard errors."""
-    model, tokenizer = load_checkpoint(args.checkpoint, device=args.device)
-    if args.compile and not compiler_missing(args.device):
-        model.compile()
-    task = teacher_forced if args.task in ("ppl", "fidelity") else questions
-    samples, measure = task(args, model, tokenizer)
+    task = task or args.task
+    samples, measure = (teacher_forced if task in ("ppl", "fidelity") else questions)(args, model, tokenizer, task)
     for arm in args.arms:
         for prompt, room in {(s.prompt, s.room) for s in samples}:
             arm.spec(prompt, room)  # all that cannot be run is refused before anything is
-    identity = {"task": args.task, "checkpoint": args.checkpoint, "dtype": str(model.norm.weight.dtype)[6:]}
-    done, began, fresh = read_results(args.out), time.perf_counter(), 0
-    results: dict[Arm, list[dict]] = {arm: [] for arm in args.arms}
-    todo = [(s, arm) for s in samples for arm in args.arms]
-    for i, (sample, arm) in enumerate(todo):
-        key = {**identity, "cache": arm.cache, "budget": arm.budget, "bits": arm.bits, **sample.key}
-        if (result := done.get(json.dumps(key, sort_keys=True))) is None:
-            left = (time.perf_counter() - began) / max(fresh, 1) * (len(todo) - i)
-            eta = f", about {left:.0f} s to go" if fresh else ""
-            print(
-                f"{i} of {len(todo)}: {arm.cache} {arm.budget or ''} {arm.bits}{eta}".ljust(70),
-                end="\r",
-                file=sys.stderr,
-            )
-            values = measure(sample, arm)
-            layers, fresh = [layer.attention.cache for layer in model.layers], fresh + 1
-            kept = statistics.mean(float((c.slot_pos >= 0).sum(-1).float().mean()) for c in layers)
-            seen = int(max(c.slot_pos.max() for c in layers)) + 1
-            result = {**values, "kept": kept, "evicted": seen - kept, "bytes": sum(c.nbytes() for c in layers)}
-            if args.out:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"key": key, "result": result}) + "\n")
-        results[arm].append(result)
+    log = Log(args, model, task, len(samples) * len(args.arms))
+    found: dict[Arm, list[tuple[str, dict]]] = {arm: [] for arm in args.arms}
+    for sample in samples:
+        todo = [arm for arm in args.arms if log.find(arm, sample.key) is None]
+        for some in batched(todo, args.together):
+            log.show(f"{task}: {len(some)} caches read {sample.prompt} tokens")
+            specs = [arm.spec(sample.prompt, sample.room) for arm in some]
+            every, logits = read_together(model, sample.ids[: sample.prompt], sample.room, specs)
+            for arm, layers in zip(some, every, strict=True):
+                log.show(f"{task}: {arm}")
+                install(model, layers)
+                log.add(arm, sample.key, {**measure(sample, arm, logits), **holding(layers)})
+        for arm in args.arms:
+            found[arm].append((sample.place, log.find(arm, sample.key)))
+    progress("")
     rows = []
-    for arm, found in results.items():
-        row = {"cache": arm.cache, "budget": arm.budget, "bits": arm.bits, "samples": len(found)}
-        for name in dict.fromkeys(name for r in found for name in r):
-            values = [r[name] for r in found if name in r]
-            row[name] = statistics.mean(values)
+    for arm, results in found.items():
+        row = {"task": task, "cache": arm.cache, "budget": arm.budget, "bits": arm.bits, "samples": len(results)}
+        row["places"] = {}
+        for name in dict.fromkeys(name for _, r in results for name in r):
+            values = {place: [r[name] for p, r in results if p == place and name in r] for place, _ in results}
+            means = {place: statistics.mean(v) for place, v in values.items() if v}
+            row[name] = statistics.mean(means.values())
             if name not in ("kept", "evicted", "bytes"):
-                row[name + "_error"] = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-        if args.task == "ppl":  # of the mean, not the mean of perplexities; its error to first order
+                every = list(itertools.chain(*values.values()))
+                row[name + "_error"] = statistics.stdev(every) / len(every) ** 0.5 if len(every) > 1 else 0.0
+                if list(means) != [""]:
+                    row["places"] |= {f"{place} {name}": mean for place, mean in means.items()}
+        if "nll" in row:  # perplexity of the mean, not the mean of perplexities; its error to first order
             row["ppl"] = math.exp(row["nll"])
             row["ppl_error"] = row["ppl"] * row["nll_error"]
         rows.append(row)
     return rows
 
 
-def grid_table(rows: list[dict]) -> list[list[str]]:
-    measures = [name for name in rows[0] if name + "_error" in rows[0]]
-    lines = [["cache", "budget", "bits", "kept", "evicted", "MB", *measures]]
-    for r in rows:
-        budget = "-" if r["budget"] is None else f"{r['budget']:g}"
-        evicted = f"{r['evicted']:,.0f}"
-        if r["evicted"] == 0 and r["budget"] not in (None, 1):
-            evicted = "NONE"  # a policy that never fired has proved nothing
-        sizes = [f"{r['kept']:,.0f}", evicted, f"{r['bytes'] / 1e6:.2f}"]
-        values = [f"{r[m]:.4f} ± {r[m + '_error']:.4f}" for m in measures]
-        lines.append([r["cache"], budget, str(r["bits"]), *sizes, *values])
-    return lines
+def holding(layers: list[caches.KVCache]) -> dict:
+    """How many tokens a head holds and has lost, averaged over heads and layers, and bytes of all buffers."""
+    kept = statistics.mean(float((c.slot_pos >= 0).sum(-1).float().mean()) for c in layers)
+    seen = int(max(c.slot_pos.max() for c in layers)) + 1
+    return {"kept": kept, "evicted": seen - kept, "bytes": sum(c.nbytes() for c in layers)}
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Every measure against the memory that it took, a line for each policy and number of bits, as a picture."""
-    import matplotlib
+class Log:
+    """Results of one task: what an earlier run noted in --out, what this one adds to it, and how long it will take."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def __init__(self, args: argparse.Namespace, model: Transformer, task: str, total: int):
+        self.out, self.total, self.fresh, self.began = args.out, total, 0, time.perf_counter()
+        self.identity = {"task": task, "checkpoint": args.checkpoint}
+        self.identity["dtype"] = str(model.norm.weight.dtype)[6:]
+        self.done = read_results(args.out)
+        self.seen: set[str] = set()
 
-    measures = [name for name in rows[0] if name + "_error" in rows[0]]
-    figure, axes = pyplot.subplots(1, len(measures), figsize=(5 * len(measures), 4), squeeze=False)
-    for axis, name in zip(axes[0], measures, strict=True):
-        axis.axhline(rows[0][name], color="black", linewidth=0.8)
-        for cache, bits in dict.fromkeys((r["cache"], r["bits"]) for r in rows[1:]):
-            line = sorted(
-                (r["bytes"] / 1e6, r[name], r[name + "_error"])
-                for r in rows[1:]
-                if (r["cache"], r["bits"]) == (cache, bits)
-            )
-            x, y, error = zip(*line, strict=True)
-            axis.errorbar(x, y, error, marker="o", markersize=3, linewidth=1, label=f"{cache} {bits}")
-        axis.set(xlabel="cache, MB", ylabel=name)
-    axes[0][-1].legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    def key(self, arm: Arm, sample: dict) -> dict:
+        return {**self.identity, "cache": arm.cache, "budget": arm.budget, "bits": arm.bits, **sample}
+
+    def find(self, arm: Arm, sample: dict) -> dict | None:
+        key = json.dumps(self.key(arm, sample), sort_keys=True)
+        self.seen.add(key)
+        return self.done.get(key)
+
+    def add(self, arm: Arm, sample: dict, result: dict) -> None:
+        key = self.key(arm, sample)
+        self.done[json.dumps(key, sort_keys=True)] = result
+        self.fresh += 1
+        if self.out:
+            with self.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "result": result, "with": versions()}) + "\n")
+
+    def show(self, doing: str) -> None:
+        left = self.total - sum(key in self.done for key in self.seen)
+        spent = time.perf_counter() - self.began
+        eta = f", about {spent / self.fresh * left:.0f} s to go" if self.fresh else ""
+        progress(f"{doing}; {self.total - left} of {self.total}{eta}")
+
+
+@functools.cache
+def versions() -> str:
+    """What made a result."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return f"commit {commit}, torch {torch.__version__}, Python {sys.version.split()[0]}"
 
 
 def read_results(path: Path | None) -> dict[str, dict]:
@@ -205,59 +267,59 @@ def read_results(path: Path | None) -> dict[str, dict]:
 
 @dataclass
 class Sample:
-    """Tokens to read: a prompt and, after it, `room` more. key: what makes it this sample and no other."""
+    """A prompt of `prompt` of these tokens, and `room` tokens after it. key: what makes it this sample and no other;
+    place: which mean it goes into. score: text of an answer -> a number."""
 
     ids: list[int]
     prompt: int
     room: int
     key: dict
-    split: int = 0
-    answers: list[str] = field(default_factory=list)
+    place: str = ""
+    answer: int = 0
+    score: Callable[[str], float] | None = None
 
 
-def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
+def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, task: str):
     """Windows of text: --context tokens are compressed, the next --score are read through the cache one by one."""
-    text = "\n\n".join(read_text(path) for path in args.text) if args.text else sample_text()
-    ids, size = tokenizer.encode(text), args.context + args.score + 1
+    source, ids = text_of(args, tokenizer)
+    size = args.context + args.score + 1
     if len(ids) < size:
         raise UsageError(f"--text has {len(ids)} tokens; --context {args.context} and --score {args.score} need {size}")
     if size > model.args.max_seq_len:
         raise UsageError(f"--context and --score make {size} tokens; the model has {model.args.max_seq_len} positions")
     windows = min(args.windows, len(ids) // size)
-    source = ", ".join(map(str, args.text)) or f"pydoc_data.topics of Python {sys.version.split()[0]}"
     start = tokenizer.encode("")[:1]
-    bos = "a BOS before each" if start else "no BOS"
     print(
-        f"{source}: {windows} windows of {args.context} + {args.score} tokens, {size} apart, {bos}; "
-        f"{windows * args.score} tokens scored",
+        f"{source}: {windows} windows of {args.context} + {args.score} tokens, {size} apart, "
+        f"{'a BOS before each' if start else 'no BOS'}; {windows * args.score} tokens scored",
         file=sys.stderr,
     )
     samples = []
     for i in range(windows):
         part = ids[i * size : (i + 1) * size]
         part = part if part[: len(start)] == start else [*start, *part[: size - len(start)]]
-        samples.append(
-            Sample(
-                part,
-                args.context,
-                args.score,
-                {"text": source, "context": args.context, "score": args.score, "window": i},
-            )
-        )
+        key = {"text": source, "context": args.context, "score": args.score, "window": i}
+        samples.append(Sample(part, args.context, args.score, key))
     reference: dict[int, Tensor] = {}
 
-    def measure(sample: Sample, arm: Arm) -> dict:
-        logits = through(model, arm.spec(sample.prompt, sample.room), sample.ids, sample.prompt)
-        target = torch.tensor(sample.ids[sample.prompt + 1 :], device=logits.device)
-        if args.task == "ppl":
-            return {"nll": F.cross_entropy(logits, target).item()}
-        if id(sample) not in reference:
+    def measure(sample: Sample, arm: Arm, first: Tensor) -> dict:
+        target = torch.tensor(sample.ids[sample.prompt + 1 :], device=model.norm.weight.device)
+        if task == "ppl":
+            return {"nll": F.cross_entropy(through(model, sample.ids, sample.prompt), target).item()}
+        if arm != args.arms[0] and id(sample) not in reference:  # an interrupted run goes on in the middle
+            mine = [layer.attention.cache for layer in model.layers]
+            (full,), _ = read_together(model, sample.ids[: sample.prompt], sample.room, [caches.build("full")])
+            install(model, full)
+            measure(sample, args.arms[0], first)
+            install(model, mine)
+        logits = through(model, sample.ids, sample.prompt)
+        if arm == args.arms[0]:
             reference.clear()  # one window's is enough memory
-            full = logits if arm == args.arms[0] else through(model, args.arms[0].spec(0, 0), sample.ids, sample.prompt)
-            reference[id(sample)] = full
+            reference[id(sample)] = logits
         full = reference[id(sample)]
         p, q = full.log_softmax(-1), logits.log_softmax(-1)
         return {
+            "nll": F.cross_entropy(logits, target).item(),
             "kl": (p.exp() * (p - q)).sum(-1).mean().item(),
             "top1": (full.argmax(-1) == logits.argmax(-1)).float().mean().item(),
             "gap": (full - logits).abs().max().item(),
@@ -266,63 +328,105 @@ def teacher_forced(args: argparse.Namespace, model: Transformer, tokenizer: Toke
     return samples, measure
 
 
-def through(model: Transformer, spec: caches.CacheSpec, ids: list[int], prompt: int) -> Tensor:
+def through(model: Transformer, ids: list[int], prompt: int) -> Tensor:
     """Logits [n,V], float32, after each token that follows the prompt, but the last: all read the compressed cache."""
-    device = model.norm.weight.device
-    model.setup_caches(spec, 1, len(ids))
-    tokens = torch.tensor([ids], device=device)
-    model.prefill(tokens[:, :prompt])
-    step, pos, logits = DecodeStep(model), torch.full((1, 1), prompt, device=device), []
+    tokens = torch.tensor([ids], device=model.norm.weight.device)
+    step, pos, logits = DecodeStep(model), torch.full((1, 1), prompt, device=tokens.device), []
     for t in range(prompt, len(ids) - 1):
         logits.append(step(tokens[:, t : t + 1], pos)[0, 0].float().clone())
         pos += 1
     return torch.stack(logits)
 
 
-def questions(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer):
+def questions(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, task: str):
     """A text and a question about it, which is part of the compressed prompt (inside), or read after it (after)."""
-    if tokenizer.has_chat_template:
-        ask = lambda text: tokenizer.chat([{"role": "user", "content": text}])  # noqa: E731
-    else:
-        ask = lambda text: tokenizer.encode(text + "\nAnswer:")  # noqa: E731
-    filler, samples = tokenizer.encode(sample_text()), []
-    places = args.depth if args.task == "needle" else list(RULER)
+    samples, positions = [], model.args.max_seq_len
+    for q in longbench(args) if task == "longbench" else hidden(args, tokenizer, task):
+        chat = q.chat and tokenizer.has_chat_template
+        wrap = (lambda text: tokenizer.chat([{"role": "user", "content": text}])) if chat else tokenizer.encode
+        context, question = fitted(q, wrap, tokenizer, positions)
+        ids, alone = wrap(context + question), wrap(context)
+        split = next((j for j, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
+        if len(ids) + q.answer > positions:
+            raise UsageError(
+                f"--length {q.key['length']}: makes {len(ids)} tokens and --answer {q.answer} more; "
+                f"the model has {positions} positions"
+            )
+        for protocol in args.protocol:
+            prompt = len(ids) if protocol == "inside" else split
+            key = {**q.key, "protocol": protocol, "answer": q.answer}
+            samples.append(Sample(ids, prompt, len(ids) - prompt + q.answer, key, q.place, q.answer, q.score))
+
+    def measure(sample: Sample, arm: Arm, logits: Tensor) -> dict:
+        seen, answer, ends = sample.prompt, sample.answer, tokenizer.eos_ids
+        if seen == len(sample.ids):
+            tokens = decode(model, logits, seen, answer, ends)
+        else:
+            tokens = generate(model, sample.ids[seen:], answer, start=seen, stop_ids=ends)
+        return {sample.key["protocol"]: sample.score(tokenizer.decode(tokens))}
+
+    return samples, measure
+
+
+@dataclass
+class Question:
+    """Text and a question about it. answer: tokens for one; chat: asked in the chat template, where there is one;
+    cut: may the middle be left out where it is too long?"""
+
+    context: str
+    question: str
+    score: Callable[[str], float]
+    answer: int
+    place: str
+    key: dict
+    chat: bool = True
+    cut: bool = False
+
+
+def fitted(q: Question, wrap: Callable[[str], list[int]], tokenizer: Tokenizer, positions: int) -> tuple[str, str]:
+    """Context and question; where they are too long and may be cut, the first and the last half of what fits."""
+    text = q.context + q.question
+    limit = min(q.key["length"] or positions, positions) - q.answer
+    ids, size = tokenizer.encode(text, bos=False), limit - len(wrap(""))
+    while q.cut and len(wrap(text)) > limit:  # pieces of text may make more tokens than they were cut from
+        if size < 2:
+            raise UsageError(
+                f"--length {q.key['length']}: too short for a prompt and an answer of {q.place}; give more"
+            )
+        text = tokenizer.decode(ids[: size // 2]) + tokenizer.decode(ids[-(size // 2) :])
+        size -= 2
+    alike = itertools.takewhile(
+        lambda ends: ends[0] == ends[1], zip(reversed(text), reversed(q.question), strict=False)
+    )
+    end = len(text) - len(list(alike))
+    return text[:end], text[end:]
+
+
+def hidden(args: argparse.Namespace, tokenizer: Tokenizer, task: str) -> Iterator[Question]:
+    """Questions about what is hidden in Python's manual."""
+    filler, end = tokenizer.encode(sample_text()), "" if tokenizer.has_chat_template else "\nAnswer:"
+    places, answer = (args.depth, 16) if task == "needle" else (RULER, 48)
     for length, place, i in itertools.product(args.length, places, range(args.samples)):
         draw = random.Random(f"{args.seed} {length} {place} {i}")
         first = draw.randrange(max(len(filler) - length, 1))
         lines = tokenizer.decode(filler[first : first + length]).split("\n")
-        if args.task == "needle":
+        key = {"length": length, "place": place, "sample": i, "seed": args.seed}
+        if task == "needle":
             context, question, answers = needle(draw, lines, place)
+            score = functools.partial(exact, answers=answers)
         else:
             context, question, answers = RULER[place](draw, lines, length)
-        ids, alone = ask(context + question), ask(context)
-        split = next((j for j, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
-        if len(ids) + args.answer > model.args.max_seq_len:
-            raise UsageError(
-                f"--length {length}: makes {len(ids)} tokens and --answer {args.answer} more; "
-                f"the model has {model.args.max_seq_len} positions"
-            )
-        for protocol in args.protocol:
-            inside = protocol == "inside"
-            key = {"length": length, "place": place, "protocol": protocol, "sample": i, "seed": args.seed}
-            key["answer"] = args.answer
-            room = args.answer + (0 if inside else len(ids) - split)
-            samples.append(Sample(ids, len(ids) if inside else split, room, key, 0 if inside else split, answers))
+            score = functools.partial(recall, answers=answers)
+        place = f"{length} {place}" if task == "needle" else place
+        yield Question(context, question + end, score, args.answer or answer, place, key)
 
-    def measure(sample: Sample, arm: Arm) -> dict:
-        model.setup_caches(arm.spec(sample.prompt, sample.room), 1, len(sample.ids) + args.answer)
-        if sample.split:
-            model.prefill(torch.tensor([sample.ids[: sample.split]], device=model.norm.weight.device), 0, sample.room)
-        rest = sample.ids[sample.split :]
-        text = tokenizer.decode(
-            list(generate(model, rest, args.answer, start=sample.split, stop_ids=tokenizer.eos_ids))
-        )
-        if args.task == "needle":
-            return {sample.key["protocol"]: float(re.findall(r"\d+", text)[:1] == sample.answers)}
-        recall = sum(a.lower() in text.lower() for a in sample.answers) / len(sample.answers)
-        return {f"{sample.key['place']} {sample.key['protocol']}": recall}
 
-    return samples, measure
+def exact(text: str, answers: list[str]) -> float:
+    return float(re.findall(r"\d+", text)[:1] == answers)
+
+
+def recall(text: str, answers: list[str]) -> float:
+    return sum(a.lower() in text.lower() for a in answers) / len(answers)
 
 
 def needle(draw: random.Random, lines: list[str], depth: float) -> tuple[str, str, list[str]]:
@@ -405,161 +509,389 @@ RULER = {
 }
 
 
-def read_text(path: Path) -> str:
+# ---------------------------------------------------------------------------------------------------------------------
+# LongBench (2308.14508): its data, its metrics and the structure of its prompts
+
+
+def longbench(args: argparse.Namespace) -> Iterator[Question]:
+    """Rows of LongBench's JSONL files, as many as there are, or --samples of each."""
+    tasks = longbench_files(args.data)
+    missing = [name for name in LONGBENCH if name not in tasks]
+    print(f"LongBench: {len(tasks)} of {len(LONGBENCH)} tasks found", end="", file=sys.stderr)
+    print(f", not {', '.join(missing)}: no average over all" if missing else "", file=sys.stderr)
+    for name, (where, lines) in tasks.items():
+        answer, metric, chat, before, after = LONGBENCH[name]
+        lines = [line for line in lines if line.strip()]
+        chosen = lines[: args.samples]
+        print(f"  {name}: {len(chosen)} of {len(lines)} rows", file=sys.stderr)
+        for i, line in enumerate(chosen):
+            try:
+                row = json.loads(line)
+                context, asked, answers, classes = (row[k] for k in ("context", "input", "answers", "all_classes"))
+                after_it = after.replace("{input}", asked)
+                score = functools.partial(official, metric=metric, answers=list(answers), classes=classes, name=name)
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"--data {where}: row {i + 1} is not LongBench's ({error!r})") from None
+            key = {"place": name, "row": row.get("_id", i), "length": args.length[0]}
+            yield Question(before + context, after_it, score, args.answer or answer, name, key, chat, cut=True)
+
+
+def longbench_files(data: Path | None) -> dict[str, tuple[str, list[str]]]:
+    """Task -> name of its file and lines, of a directory, or of the archive that the Hub has."""
+    if data is None:
+        try:
+            import huggingface_hub
+
+            data = Path(huggingface_hub.hf_hub_download("zai-org/LongBench", "data.zip", repo_type="dataset"))
+        except Exception as error:
+            raise UsageError(
+                f"longbench: data.zip of zai-org/LongBench cannot be fetched from the Hub ({type(error).__name__}); "
+                "give --data DIR with its JSONL files"
+            ) from None
+    found = {}
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--text {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--text {path}: not UTF-8 (byte {error.start}); convert it first") from None
+        if data.is_file():
+            with zipfile.ZipFile(data) as archive:
+                for name in LONGBENCH:
+                    if (path := f"data/{name}.jsonl") in archive.namelist():
+                        found[name] = f"{data}/{path}", archive.read(path).decode("utf-8").split("\n")
+        else:
+            for name, path in itertools.product(LONGBENCH, (data, data / "data")):
+                if (file := path / f"{name}.jsonl").exists():
+                    found[name] = str(file), file.read_text(encoding="utf-8").split("\n")
+    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+        raise UsageError(f"--data {data}: cannot be read ({error})") from None
+    if not found:
+        names = ", ".join(f"{name}.jsonl" for name in LONGBENCH)
+        raise UsageError(f"--data {data}: has none of {names}; give the directory with LongBench's JSONL files")
+    return found
+
+
+def official(text: str, metric, answers: list[str], classes: list[str] | None, name: str) -> float:
+    """LongBench's number for one answer, 0 to 100: the best over the reference answers."""
+    if name in ("trec", "triviaqa", "samsum"):  # a model of few shots goes on with the next example
+        text = text.lstrip("\n").split("\n")[0]
+    return 100 * max((metric(text, answer, classes) for answer in answers), default=0.0)
+
+
+def f1(text: str, answer: str, classes=None) -> float:
+    """Of words, without case, punctuation and articles."""
+
+    def bag(text: str) -> Counter:
+        text = "".join(c for c in text.lower() if c not in string.punctuation)
+        return Counter(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    given, wanted = bag(text), bag(answer)
+    return 2 * (given & wanted).total() / max(given.total() + wanted.total(), 1)
+
+
+def rouge_l(text: str, answer: str, classes=None) -> float:
+    """ROUGE-L as the package `rouge` 1.0 computes it, which LongBench uses: the *different* words of every longest
+    common subsequence between a sentence of one and a sentence of the other, and the F1 of their number."""
+    given, wanted = ([" ".join(part.split()).split(" ") for part in t.split(".") if part] for t in (text, answer))
+    common = set().union(*(common_words_in_order(w, g) for w in wanted for g in given))
+    n, m = (len(set(itertools.chain(*side))) for side in (given, wanted))
+    if not n or not m:
+        return 0.0
+    precision, recall = len(common) / n, len(common) / m
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def common_words_in_order(x: list[str], y: list[str]) -> set[str]:
+    """The words of a longest common subsequence; of several, the one that leaves out the end of y first."""
+    table = [[0] * (len(y) + 1)]
+    for a in x:
+        row = [0]
+        for j, b in enumerate(y):
+            row.append(table[-1][j] + 1 if a == b else max(table[-1][j + 1], row[j]))
+        table.append(row)
+    found, i, j = set(), len(x), len(y)
+    while i and j:
+        if x[i - 1] == y[j - 1]:
+            i, j = i - 1, j - 1
+            found.add(x[i])
+        elif table[i - 1][j] > table[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
+def classified(text: str, answer: str, classes: list[str]) -> float:
+    """One over the number of classes that are named, if the right one is; parts of its own name do not count."""
+    named = [c for c in classes if c in text]
+    for c in named:  # as published: what follows one that is removed is not looked at
+        if c in answer and c != answer:
+            named.remove(c)
+    return 1 / len(named) if answer in named else 0.0
+
+
+def numbered(text: str, answer: str, classes=None) -> float:
+    """The part of all numbers that is the right one: a count, or the number of a paragraph."""
+    given = re.findall(r"\d+", text)
+    return given.count(re.findall(r"\d+", answer)[0]) / max(len(given), 1)
+
+
+def code_similarity(text: str, answer: str, classes=None) -> float:
+    """Edit similarity of the first line that is code, in hundredths, as the package `fuzzywuzzy` rounds it."""
+    lines = text.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100 if line and answer else 0.0
+
+
+BRIEFLY = "Answer with a single phrase where possible, as short as you can, and explain nothing. "
+PASSAGES = "Answer a question from passages. Give the answer alone, without another word. "
+UNSURE = (
+    'Where the article does not tell, write "unanswerable"; to a question of yes or no, answer "yes", "no" or '
+    '"unanswerable". '
+)
+ASKED = "\n\nQuestion: {input}\nAnswer:"
+LONGBENCH = {  # tokens of an answer, metric, in the chat template?, what stands before the text, what after it
+    "narrativeqa": (
+        128,
+        f1,
+        True,
+        f"Here is a story, a novel or the script of a film, and a question about it. {BRIEFLY}\n\nStory: ",
+        f"\n\nNow answer the question about the story. {BRIEFLY}{ASKED}",
+    ),
+    "qasper": (
+        128,
+        f1,
+        True,
+        f"Here is a scientific article, and a question about it. {BRIEFLY}{UNSURE}\n\nArticle: ",
+        f"\n\nNow answer the question about the article. {BRIEFLY}{UNSURE}{ASKED}",
+    ),
+    "multifieldqa_en": (
+        64,
+        f1,
+        True,
+        "Read this text, and answer briefly.\n\n",
+        f"\n\nNow answer a question about the text. Give the answer alone, without another word.{ASKED}",
+    ),
+    **dict.fromkeys(
+        ("hotpotqa", "2wikimqa", "musique"),
+        (32, f1, True, f"{PASSAGES}\n\nThese are the passages.\n", f"\n\n{PASSAGES}{ASKED}"),
+    ),
+    "gov_report": (
+        512,
+        rouge_l,
+        True,
+        "Here is a report of a government agency. Summarize it on one page.\n\nReport:\n",
+        "\n\nNow summarize the report on one page.\n\nSummary:",
+    ),
+    "qmsum": (
+        512,
+        rouge_l,
+        True,
+        "Here is what was said in a meeting, and a query, a question or a task. Answer it in one or more sentences."
+        "\n\nTranscript:\n",
+        "\n\nNow answer the query about the meeting in one or more sentences.\n\nQuery: {input}\nAnswer:",
+    ),
+    "multi_news": (
+        512,
+        rouge_l,
+        True,
+        "Here are passages of news. Summarize all of them on one page.\n\nNews:\n",
+        "\n\nNow summarize all the news on one page.\n\nSummary:",
+    ),
+    "trec": (64, classified, False, "Say of which type a question is. Here are some examples.\n\n", "\n{input}"),
+    "triviaqa": (
+        32,
+        f1,
+        False,
+        "Answer the question from the passage. Give the answer alone, without another word. Here are some examples."
+        "\n\n",
+        "\n\n{input}",
+    ),
+    "samsum": (
+        128,
+        rouge_l,
+        False,
+        "Summarize a conversation in a few short sentences. Here are some examples.\n\n",
+        "\n\n{input}",
+    ),
+    "passage_count": (
+        32,
+        numbered,
+        True,
+        "Here are paragraphs from Wikipedia, some of them more than once. Read them with care and find out how many "
+        "different ones there are, each counted once.\n\n",
+        "\n\nHow many different paragraphs are there? Write the number alone: 1, 2, 3 and so on.\n\nThe answer is: ",
+    ),
+    "passage_retrieval_en": (
+        32,
+        numbered,
+        True,
+        "Here are 30 paragraphs from Wikipedia, and an abstract. Find the paragraph that the abstract is of.\n\n",
+        '\n\nThis is the abstract.\n\n{input}\n\nWrite the number of its paragraph, in the form "Paragraph 1", '
+        '"Paragraph 2" and so on.\n\nThe answer is: ',
+    ),
+    "lcc": (64, code_similarity, False, "Complete this code.\n", "Next line of code:\n"),
+    "repobench-p": (64, code_similarity, False, "Complete this code.\n", "{input}Next line of code:\n"),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Speed and memory
-
-
-@dataclass
-class Run:
-    """One cache on one prompt, between turns: the layers' caches and where the sequence stands."""
-
-    name: str
-    spec: caches.CacheSpec
-    prompt: int
-    layers: list = field(default_factory=list)
-    step: DecodeStep | None = None
-    pos: int = 0
-    prefill_s: list[float] = field(default_factory=list)
-    compile_s: float = 0.0
-    kv_peak: int = 0
-    step_ms: list[float] = field(default_factory=list)
+# What is kept: map and health
 
 
 @torch.no_grad()
-def bench(args: argparse.Namespace) -> list[dict]:
-    """One dict a row, as printed by --json."""
-    runs = [Run(name, spec, prompt) for prompt in args.prompt_tokens for name, spec in args.specs]
-    model, tokenizer = load_checkpoint(args.checkpoint, device=args.device)
-    if compiler_missing(args.device):
-        raise UsageError("bench measures compiled code, and there is no C++ compiler; install g++")
-    model.compile()
-    text = tokenizer.encode(sample_text())
-    need = max(args.prompt_tokens) + args.steps * (args.rounds + 1)
-    if need > model.args.max_seq_len:
-        raise UsageError(f"--prompt-tokens and steps make {need} tokens; the model has {model.args.max_seq_len}")
-    for turn in range(args.prefills):
-        for run in runs:
-            print(f"{run.name}: reading {run.prompt} tokens".ljust(60), end="\r", file=sys.stderr)
-            read(model, run, (text * (run.prompt // len(text) + 1))[: run.prompt], args)
-            if turn + 1 == args.prefills:
-                run.step = DecodeStep(model)
-                run.compile_s = sum(steps(model, run, args.steps)) / 1e3
-    for turn in range(args.rounds):
-        for run in runs:
-            run.step_ms += steps(model, run, args.steps)
-        print(f"turn {turn + 1} of {args.rounds}".ljust(60), end="\r", file=sys.stderr)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    first = statistics.median(runs[0].step_ms)
-    rows, full_cache = [], {run.prompt: run for run in reversed(runs) if run.name == runs[0].name}
-    for run in runs:
-        nbytes, ms = sum(c.nbytes() for c in run.layers), statistics.median(run.step_ms)
-        prefill, usual = (statistics.median(r.prefill_s) for r in (run, full_cache[run.prompt]))
-        full = run.pos * len(run.layers) * model.args.n_kv_head * model.args.head_dim * 4
-        rows.append(
-            {
-                "cache": run.name,
-                "prompt_tokens": run.prompt,
-                "slots": sum(c.slot_pos.shape[2] for c in run.layers) / len(run.layers),
-                "bytes": nbytes,
-                "bytes_vs_bf16": nbytes / full,
-                "kv_peak_bytes": run.kv_peak,
-                "prefill_tok_s": run.prompt / prefill,
-                "prefill_vs_full": prefill / usual,
-                "compile_s": run.compile_s,
-                "decode_ms": ms,
-                "decode_tok_s": 1e3 / ms,
-                "decode_gb_s": (weights + nbytes) / ms / 1e6,
-                "speed_vs_first": first / ms,
-            }
-        )
+def look(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
+    """For each arm, what its layers hold of the first --context tokens of a text: positions, or how healthy it is."""
+    source, ids = text_of(args, tokenizer)
+    ids = ids[: args.context]
+    if len(ids) < args.context:
+        raise UsageError(f"--text has {len(ids)} tokens; --context {args.context} needs {args.context}")
+    if len(ids) > model.args.max_seq_len:
+        raise UsageError(f"--context {args.context}: the model has {model.args.max_seq_len} positions")
+    arms = args.arms[1:] or args.arms  # of the full cache there is nothing to see, unless nothing else was asked for
+    specs = [arm.spec(len(ids), 0) for arm in arms]
+    print(f"{source}: {len(ids)} tokens", file=sys.stderr)
+    rows = []
+    for arm, spec in zip(arms, specs, strict=True):
+        model.setup_caches(spec, 1, len(ids))
+        layers, health = [layer.attention.cache for layer in model.layers], Health(model)
+        model.prefill(torch.tensor([ids], device=args.device))
+        row = {"cache": arm.cache, "budget": arm.budget, "bits": arm.bits, **holding(layers)}
+        if args.task == "health":
+            row["layers"] = health.data()
+        else:
+            row["positions"] = [[sorted(head[head >= 0].tolist()) for head in c.slot_pos[0]] for c in layers]
+            row["tokens"] = [tokenizer.decode([id]) for id in ids]
+        rows.append(row)
     return rows
 
 
-def read(model: Transformer, run: Run, ids: list[int], args: argparse.Namespace) -> None:
-    """Prefill. kv_peak: all caches' bytes plus the keys and values of the layer that is being read, at the layer where
-    their sum is largest."""
-    run.layers = []  # of an earlier turn
-    model.setup_caches(run.spec, 1, run.prompt + args.steps * (args.rounds + 1))
-    attend = kernels.causal_attention
-
-    def spy(q, k, v):
-        held = sum(layer.attention.cache.nbytes() for layer in model.layers)
-        run.kv_peak = max(run.kv_peak, held + k.nbytes + v.nbytes)
-        return attend(q, k, v)
-
-    began = time.perf_counter()
-    kernels.causal_attention = spy
-    try:
-        model.prefill(torch.tensor([ids], device=args.device))
-    finally:
-        kernels.causal_attention = attend
-    synchronize(args.device)
-    run.prefill_s.append(time.perf_counter() - began)
-    run.layers, run.pos = [layer.attention.cache for layer in model.layers], run.prompt
-
-
-def steps(model: Transformer, run: Run, n: int) -> list[float]:
-    """n decode steps, each fed the likeliest token; milliseconds of each."""
-    for layer, cache in zip(model.layers, run.layers, strict=True):
-        layer.attention.cache = cache
-    device = model.norm.weight.device
-    tok, pos, times = torch.zeros(1, 1, dtype=torch.long, device=device), torch.tensor([[run.pos]], device=device), []
-    for _ in range(n):
-        began = time.perf_counter()
-        tok = run.step(tok, pos)[:, -1].argmax(-1, keepdim=True)
-        pos += 1
-        synchronize(device)
-        times.append((time.perf_counter() - began) * 1e3)
-    run.pos += n
-    return times
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def sample_text() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def bench_table(rows: list[dict]) -> list[list[str]]:
-    lines = [
-        [
-            "cache",
-            "prompt",
-            "slots",
-            "MB",
-            "vs bf16",
-            "prefill peak MB",
-            "prefill tok/s",
-            "time vs full",
-            "decode ms",
-            "decode tok/s",
-            "GB/s",
-            "vs first",
-        ]
-    ]
+def health_lines(rows: list[dict]) -> list[str]:
+    lines = [["cache", "budget", "bits", "layer", *rows[0]["layers"][0]]]
     for r in rows:
-        sizes = [f"{r['slots']:,.0f}", f"{r['bytes'] / 1e6:.2f}", f"{r['bytes_vs_bf16']:.3f}"]
-        speed = [f"{r['decode_ms']:.2f}", f"{r['decode_tok_s']:.1f}", f"{r['decode_gb_s']:.1f}"]
-        peak, prefill = f"{r['kv_peak_bytes'] / 1e6:.1f}", f"{r['prefill_tok_s']:.0f}"
-        slower = f"{r['prefill_vs_full']:.2f}"
-        lines.append(
-            [r["cache"], str(r["prompt_tokens"]), *sizes, peak, prefill, slower, *speed, f"{r['speed_vs_first']:.3f}"]
-        )
+        for i, layer in enumerate(r["layers"]):
+            values = ["-".join(map(str, x)) if isinstance(x, list) else f"{x:,.4g}" for x in layer.values()]
+            lines.append([*named(r), str(i), *values])
+    return aligned(lines)
+
+
+def plot_health(rows: list[dict], path: Path) -> None:
+    names = [name for name, x in rows[0]["layers"][0].items() if not isinstance(x, list)]
+    figure, axes = panels(1, len(names))
+    for axis, name in zip(axes[0], names, strict=True):
+        for r in rows:
+            axis.plot([layer[name] for layer in r["layers"]], linewidth=1, label=" ".join(named(r)))
+        axis.set(xlabel="layer", ylabel=name.replace("_", " "))
+    axes[0][-1].legend(fontsize="x-small")
+    save(figure, path)
+
+
+def kept_by_layer(row: dict) -> list[list[float]]:
+    """The part of a layer's heads that keeps a position, for every layer and position."""
+    counts = [Counter(itertools.chain(*heads)) for heads in row["positions"]]
+    return [[c[t] / len(row["positions"][0]) for t in range(len(row["tokens"]))] for c in counts]
+
+
+def map_lines(rows: list[dict], width: int = 100) -> list[str]:
+    """A line for each layer, a character for a stretch of text: from ' ', nothing of it is kept, to '@', all is. Then
+    the passages that at least half of all heads keep."""
+    lines = []
+    for r in rows:
+        kept, n = kept_by_layer(r), len(r["tokens"])
+        edges = [round(i * n / min(width, n)) for i in range(min(width, n) + 1)]
+        lines += [f"{' '.join(named(r))}: {r['kept']:,.0f} of {n:,} tokens a head, {n / (len(edges) - 1):.0f} a column"]
+        for i, layer in enumerate(kept):
+            parts = [statistics.mean(layer[a:b]) for a, b in itertools.pairwise(edges)]
+            lines.append(f"{i:3} |" + "".join(" .:-=+*#%@"[math.ceil(9 * part)] for part in parts) + "|")
+        half = [statistics.mean(column) >= 0.5 for column in zip(*kept, strict=True)]
+        lines.append("kept by at least half of all heads:")
+        for is_kept, run in itertools.groupby(range(n), key=half.__getitem__):
+            if is_kept:
+                run = list(run)
+                lines.append(f"  {run[0]}-{run[-1]}  {''.join(r['tokens'][t] for t in run)!r}")
     return lines
+
+
+def plot_map(rows: list[dict], path: Path) -> None:
+    """A panel for each cache, a line for each layer; dark is kept by all heads. Short prompts are written below."""
+    figure, axes = panels(len(rows), 1, width=12, height=2.5)
+    for (axis,), r in zip(axes, rows, strict=True):
+        axis.imshow(kept_by_layer(r), aspect="auto", cmap="Greys", vmin=0, vmax=1, interpolation="none")
+        axis.set(title=" ".join(named(r)), ylabel="layer", xlabel="position")
+        if len(r["tokens"]) <= 120:
+            labels = [token.replace("\n", "\\n").replace("$", r"\$") for token in r["tokens"]]
+            axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5)
+    save(figure, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and pictures
+
+
+def grid_lines(rows: list[dict]) -> list[str]:
+    measures = [name[:-6] for name in rows[0] if name.endswith("_error") and name != "nll_error"]
+    places = rows[0]["places"] if rows[0]["task"] in ("ruler", "longbench") else ()
+    lines = [["cache", "budget", "bits", "kept", "evicted", "MB", *measures, *places]]
+    for r in rows:
+        evicted = f"{r['evicted']:,.0f}"
+        if r["evicted"] == 0 and r["budget"] not in (None, 1):
+            evicted = "NONE"  # a policy that never fired has proved nothing
+        sizes = [f"{r['kept']:,.0f}", evicted, f"{r['bytes'] / 1e6:.2f}"]
+        values = [f"{r[m]:.4f} ± {r[m + '_error']:.4f}" for m in measures]
+        lines.append([*named(r), *sizes, *values, *(f"{r['places'][p]:.2f}" for p in places)])
+    return aligned(lines)
+
+
+def named(row: dict) -> list[str]:
+    return [row["cache"], "-" if row["budget"] is None else f"{row['budget']:g}", str(row["bits"])]
+
+
+def plot_grid(rows: list[dict], path: Path) -> None:
+    """Every measure against the memory that it took: a colour for each policy, a kind of line for each width."""
+    measures = [name[:-6] for name in rows[0] if name.endswith("_error") and name != "nll_error"]
+    figure, axes = panels(-(-len(measures) // 4), min(len(measures), 4))
+    policies, widths = (list(dict.fromkeys(r[name] for r in rows[1:])) for name in ("cache", "bits"))
+    for axis, name in zip(itertools.chain(*axes), measures, strict=False):
+        axis.axhline(rows[0][name], color="black", linewidth=0.8)
+        for (i, cache), (j, bits) in itertools.product(enumerate(policies), enumerate(widths)):
+            line = sorted(
+                (r["bytes"] / 1e6, r[name], r[name + "_error"])
+                for r in rows[1:]
+                if (r["cache"], r["bits"]) == (cache, bits)
+            )
+            if line:
+                x, y, error = zip(*line, strict=True)
+                style = {"color": f"C{i}", "linestyle": ("-", "--", ":", "-.")[j % 4], "label": f"{cache} {bits}"}
+                axis.errorbar(x, y, error, marker="o", markersize=3, linewidth=1, elinewidth=0.4, **style)
+        axis.set(xlabel="cache, MB", ylabel=name, xscale="log", yscale="log" if name in ("kl", "ppl") else "linear")
+    axes[0][-1].legend(fontsize="xx-small", ncols=-(-len(policies) * len(widths) // 20))
+    save(figure, path)
+
+
+def plot_needle(rows: list[dict], path: Path) -> None:
+    """A heat map for each cache and protocol: where the number stood, and how long the text was."""
+    cells = [tuple(place.split(" ")) for place in rows[0]["places"]]
+    lengths, depths, protocols = (list(dict.fromkeys(column)) for column in zip(*cells, strict=True))
+    figure, axes = panels(len(rows), len(protocols), width=1 + len(lengths), height=1.5 + len(depths) / 3)
+    for line, r in zip(axes, rows, strict=True):
+        for axis, protocol in zip(line, protocols, strict=True):
+            image = [[r["places"][f"{length} {depth} {protocol}"] for length in lengths] for depth in depths]
+            axis.imshow(image, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1)
+            axis.set_title(f"{' '.join(named(r))}\nquestion {protocol}", fontsize="small")
+            axis.set_xticks(range(len(lengths)), lengths)
+            axis.set_yticks(range(len(depths)), depths)
+            axis.set(xlabel="tokens", ylabel="depth")
+    save(figure, path)
+
+
+def panels(rows: int, columns: int, width: float = 4, height: float = 4):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+
+
+def save(figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def aligned(lines: list[list[str]]) -> list[str]:
@@ -572,9 +904,355 @@ def aligned(lines: list[list[str]]) -> list[str]:
     ]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Speed and memory
+
+
+class Run:
+    """One cache on one prompt, between turns: the layers' caches and where the sequences stand."""
+
+    def __init__(self, model: Transformer, name: str, spec: caches.CacheSpec, batch: int, prompt: int):
+        self.model, self.name, self.spec, self.batch, self.prompt = model, name, spec, batch, prompt
+        self.prefill_s: list[float] = []
+        self.step_ms: list[float] = []
+        self.compile_s, self.kv_peak, self.layers = 0.0, 0, []
+
+    def read(self, ids: Tensor, room: int) -> None:
+        """Prefill. kv_peak: all caches' bytes plus the keys and values of the layer that is being read, at the layer
+        where their sum is largest."""
+        self.layers = []  # of an earlier turn
+        self.model.setup_caches(self.spec, self.batch, ids.shape[1] + room)
+        self.layers = [layer.attention.cache for layer in self.model.layers]
+
+        def watch(cache, q, k, v, pos):
+            self.kv_peak = max(self.kv_peak, self.nbytes() + k.nbytes + v.nbytes)
+
+        for cache in self.layers:
+            cache.watch = watch
+        self.model.prefill(ids, 0, room)
+        self.step = DecodeStep(self.model)
+
+    def enter(self) -> None:
+        install(self.model, self.layers)
+
+    def nbytes(self) -> int:
+        return sum(c.nbytes() for c in self.layers)
+
+    def slots(self) -> float:
+        return statistics.mean(c.slot_pos.shape[2] for c in self.layers)
+
+
+class Theirs(Run):
+    """The same with a cache of `transformers`, on the same weights. kind: Dynamic, Static or Quantized."""
+
+    def __init__(self, model: Transformer, twin: nn.Module, kind: str, batch: int, prompt: int):
+        super().__init__(model, f"transformers {kind}", None, batch, prompt)
+        self.twin, self.kind = twin, kind
+
+    def read(self, ids: Tensor, room: int) -> None:
+        from transformers import DynamicCache, QuantizedCache, StaticCache
+
+        config, forward = self.twin.config, self.twin.forward
+        if self.kind == "Static":
+            cache = StaticCache(config=config, max_cache_len=ids.shape[1] + room)
+        else:
+            cache = DynamicCache(config=config) if self.kind == "Dynamic" else QuantizedCache("quanto", config, nbits=4)
+        self.layers = cache.layers
+        argument = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+        given = {argument: cache, "use_cache": True, "logits_to_keep": 1}
+        forward(ids, position_ids=torch.arange(ids.shape[1], device=ids.device)[None], **given)
+        if self.kind == "Static":
+            forward = torch.compile(forward, dynamic=False)
+        self.step = lambda tok, pos: forward(tok, position_ids=pos, **given).logits
+
+    def enter(self) -> None:
+        pass
+
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self.layers for t in tensors_in(vars(layer)))
+
+    def slots(self) -> float:
+        return float("nan")
+
+
+def tensors_in(x) -> Iterator[Tensor]:
+    """All tensors of some nested structure; of one that is quantized, those that it is made of."""
+    if hasattr(x, "__tensor_flatten__"):
+        x = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict | list | tuple):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(part)
+
+
+@torch.no_grad()
+def bench(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
+    """One dict a row, as printed by --json."""
+    if not model.compiled:
+        raise UsageError("bench measures compiled code, and there is no C++ compiler; install g++")
+    turns = args.rounds + 1
+    need = max(args.prompt_tokens) + args.steps * turns
+    if need > model.args.max_seq_len:
+        raise UsageError(f"--prompt-tokens and steps make {need} tokens; the model has {model.args.max_seq_len}")
+    twin, theirs = transformers_twin(model) if args.vs else None, ["Dynamic", "Static"] if args.vs else []
+    if args.vs and find_quanto():
+        theirs.append("Quantized")
+    elif args.vs:
+        print("Without transformers' QuantizedCache: it needs `pip install optimum-quanto`", file=sys.stderr)
+    runs = []
+    for prompt, batch in itertools.product(args.prompt_tokens, args.batch):
+        runs += [Run(model, str(arm), arm.relative(), batch, prompt) for arm in args.arms]
+        runs += [Theirs(model, twin, kind, batch, prompt) for kind in theirs]
+    text = tokenizer.encode(sample_text())
+    for turn in range(args.prefills):
+        for run in runs:
+            progress(f"{run.name}: reading {run.batch} x {run.prompt} tokens")
+            ids = (text * (run.prompt // len(text) + 1))[: run.prompt]
+            ids = torch.tensor([ids] * run.batch, device=args.device)
+            began = time.perf_counter()
+            run.read(ids, args.steps * turns)
+            synchronize(args.device)
+            run.prefill_s.append(time.perf_counter() - began)
+            if turn + 1 == args.prefills:
+                run.compile_s = sum(steps(run, run.prompt, args.steps, args.device)) / 1e3
+    bandwidth = take_turns(runs, args)
+    weights = sum(p.nbytes for p in model.parameters())
+    if model.output is not None:
+        weights -= model.tok_embeddings.weight.nbytes  # one row of it is read
+    first = runs[0].batch * 1e3 / statistics.median(runs[0].step_ms)
+    rows, usual = [], {(run.batch, run.prompt): run for run in runs if run.name == runs[0].name}
+    for run in runs:
+        ms, nbytes = statistics.median(run.step_ms), run.nbytes()
+        reading, full = statistics.median(run.prefill_s), usual[run.batch, run.prompt]
+        tokens = (run.prompt + args.steps * turns) * run.batch
+        bf16 = tokens * model.args.n_layer * model.args.n_kv_head * model.args.head_dim * 4
+        rows.append(
+            {
+                "cache": run.name,
+                "batch": run.batch,
+                "prompt_tokens": run.prompt,
+                "slots": run.slots(),
+                "bytes": nbytes,
+                "bytes_vs_bf16": nbytes / bf16,
+                "kv_peak_bytes": run.kv_peak,
+                "prefill_tok_s": run.batch * run.prompt / reading,
+                "prefill_vs_full": reading / statistics.median(full.prefill_s),
+                "compile_s": run.compile_s,
+                "decode_ms": ms,
+                "decode_tok_s": run.batch * 1e3 / ms,
+                "decode_gb_s": (weights + nbytes) / ms / 1e6,
+                "floor": (weights + nbytes) / bandwidth / ms * 1e3,
+                "speed_vs_full": statistics.median(full.step_ms) / ms,
+                "speed_vs_first": run.batch * 1e3 / ms / first,
+            }
+        )
+    return rows
+
+
+def take_turns(runs: list[Run], args: argparse.Namespace) -> float:
+    """--steps steps of each run, --rounds times, in turns. Returns bytes a second that the memory gives, measured in
+    between: the median of reading half a gigabyte."""
+    block, rates = torch.ones(2**27, device=args.device), []
+    for turn in range(1, args.rounds + 1):
+        for run in runs:
+            run.step_ms += steps(run, run.prompt + turn * args.steps, args.steps, args.device)
+        began = time.perf_counter()
+        block.sum()
+        synchronize(args.device)
+        rates.append(block.nbytes / (time.perf_counter() - began))
+        progress(f"turn {turn} of {args.rounds}")
+    return statistics.median(rates)
+
+
+def steps(run: Run, pos: int, n: int, device: torch.device) -> list[float]:
+    """n decode steps from position pos on, each fed the likeliest token; milliseconds of each."""
+    run.enter()
+    tok, times = torch.zeros(run.batch, 1, dtype=torch.long, device=device), []
+    where = torch.full((run.batch, 1), pos, device=device)
+    for _ in range(n):
+        began = time.perf_counter()
+        tok = run.step(tok, where)[:, -1].argmax(-1, keepdim=True)
+        where += 1
+        synchronize(device)
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def progress(text: str) -> None:
+    print(text.ljust(79), end="\r", file=sys.stderr)
+
+
+def bench_lines(rows: list[dict]) -> list[str]:
+    columns = {
+        "cache": lambda r: r["cache"],
+        "batch": lambda r: str(r["batch"]),
+        "prompt": lambda r: str(r["prompt_tokens"]),
+        "slots": lambda r: "-" if math.isnan(r["slots"]) else f"{r['slots']:,.0f}",
+        "MB": lambda r: f"{r['bytes'] / 1e6:.2f}",
+        "vs bf16": lambda r: f"{r['bytes_vs_bf16']:.3f}",
+        "peak MB": lambda r: f"{r['kv_peak_bytes'] / 1e6:.1f}" if r["kv_peak_bytes"] else "-",
+        "prefill tok/s": lambda r: f"{r['prefill_tok_s']:.0f}",
+        "time vs full": lambda r: f"{r['prefill_vs_full']:.2f}",
+        "decode ms": lambda r: f"{r['decode_ms']:.2f}",
+        "decode tok/s": lambda r: f"{r['decode_tok_s']:.1f}",
+        "GB/s": lambda r: f"{r['decode_gb_s']:.1f}",
+        "of floor": lambda r: f"{r['floor']:.2f}",
+        "vs full": lambda r: f"{r['speed_vs_full']:.3f}",
+        "vs first": lambda r: f"{r['speed_vs_first']:.3f}",
+    }
+    return aligned([list(columns), *([show(r) for show in columns.values()] for r in rows)])
+
+
+def find_quanto() -> bool:
+    try:
+        return importlib.util.find_spec("optimum.quanto") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def transformers_twin(model: Transformer, **options) -> nn.Module:
+    """`transformers`' own model of the same shape, on the same memory where it can. options: of its config."""
+    import transformers
+
+    a = model.args
+    family = "Qwen3" if a.qk_norm else "Qwen2" if a.qkv_bias and not a.o_bias else "Llama"
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=a.vocab_size,
+        hidden_size=a.dim,
+        intermediate_size=a.hidden_dim,
+        num_hidden_layers=a.n_layer,
+        num_attention_heads=a.n_head,
+        num_key_value_heads=a.n_kv_head,
+        head_dim=a.head_dim,
+        max_position_embeddings=a.max_seq_len,
+        rms_norm_eps=a.norm_eps,
+        rope_parameters={**a.rope_scaling, "rope_theta": a.rope_theta},
+        tie_word_embeddings=a.tie_embeddings,
+        attention_bias=a.qkv_bias,
+        dtype=model.norm.weight.dtype,
+        **options,
+    )
+    with torch.device(model.norm.weight.device):
+        twin = getattr(transformers, f"{family}ForCausalLM")(config).to(model.norm.weight.dtype).eval()
+    missing, unexpected = twin.load_state_dict(hf_weights(model), strict=False, assign=True)
+    twin.tie_weights()
+    if unexpected or set(missing) - ({"lm_head.weight"} if a.tie_embeddings else set()):
+        raise UsageError(f"--vs transformers: it has no model with {', '.join([*unexpected, *missing])}")
+    return twin.requires_grad_(False)
+
+
+def hf_weights(model: Transformer) -> dict[str, Tensor]:
+    """The model's weights under the names, and in the pieces, of a Hugging Face checkpoint."""
+    a = model.args
+    heads, weights = [n * a.head_dim for n in (a.n_head, a.n_kv_head, a.n_kv_head)], {}
+    for name, tensor in model.state_dict().items():
+        stem, kind = name.rsplit(".", 1)
+        prefix = ""
+        if stem.startswith("layers."):
+            _, i, stem = stem.split(".", 2)
+            prefix = f"model.layers.{i}."
+        parts = WEIGHTS[stem][0].split()
+        for part, piece in zip(parts, tensor.split(heads) if len(parts) == 3 else [tensor], strict=True):
+            weights[f"{prefix}{part}.{kind}"] = piece
+    return weights
+
+
+@torch.no_grad()
+def table(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
+    """Quality and speed of every arm on one page: `fidelity`, `needle` and `ruler`, and decode steps in turns."""
+    rows = grid(args, model, tokenizer, "fidelity")
+    for row in rows:
+        row["task"] = "table"
+        del row["top1"], row["top1_error"], row["gap"], row["gap_error"], row["nll"], row["nll_error"]
+    for task in ("needle", "ruler"):
+        for row, other in zip(rows, grid(args, model, tokenizer, task), strict=True):
+            row["places"] |= {f"{task} {place}": mean for place, mean in other["places"].items()}
+            for protocol in args.protocol:
+                row |= {f"{task} {protocol}{end}": other[protocol + end] for end in ("", "_error")}
+    for row, (ratio, error) in zip(rows, speeds(args, model, tokenizer), strict=True):
+        row |= {"speed": ratio, "speed_error": error}
+    return rows
+
+
+def speeds(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Iterator[tuple[float, float]]:
+    """Of every arm, the speed of decoding after --context tokens relative to the full cache's, in turns with it: the
+    median of turns, and its standard error."""
+    (_, ids), room = text_of(args, tokenizer), args.steps * (args.rounds + 1)
+    log, sample = (
+        Log(args, model, "speed", len(args.arms)),
+        {"context": args.context, "threads": torch.get_num_threads()},
+    )
+    todo = [arm for arm in args.arms if log.find(arm, sample) is None]
+    for some in batched(todo, args.together):
+        log.show(f"speed: {len(some)} caches read {args.context} tokens")
+        arms = [args.arms[0], *some]
+        specs = [arm.spec(args.context, room) for arm in arms]
+        runs = []
+        for arm, layers in zip(arms, read_together(model, ids[: args.context], room, specs)[0], strict=True):
+            runs.append(Run(model, str(arm), None, 1, args.context))
+            runs[-1].layers, runs[-1].step = layers, DecodeStep(model)
+            steps(runs[-1], args.context, args.steps, args.device)
+        take_turns(runs, args)
+        turns = [[statistics.median(turn) for turn in batched(run.step_ms, args.steps)] for run in runs]
+        for arm, mine in zip(some, turns[1:], strict=True):
+            ratios = [full / ms for full, ms in zip(turns[0], mine, strict=True)]
+            error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+            log.add(arm, sample, {"speed": statistics.median(ratios), "error": error})
+    return [tuple(log.find(arm, sample).values()) for arm in args.arms]
+
+
+def batched(items: list, n: int) -> list[list]:
+    return [items[i : i + n] for i in range(0, len(items), n)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The edge
+
+
+def text_of(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """What --text is, and its tokens."""
+    source = ", ".join(map(str, args.text)) or f"pydoc_data.topics of Python {sys.version.split()[0]}"
+    return source, tokenizer.encode("\n\n".join(map(read_text, args.text)) if args.text else sample_text())
+
+
+@functools.cache
+def sample_text() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--text {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--text {path}: not UTF-8 (byte {error.start}); convert it first") from None
+
+
 def cache_names(text: str) -> list[str]:
     """Policies by commas; a comma between two arguments of one, as in h2o:recent=9,sink=2, is not one of those."""
     return re.split(r",(?![^,:]*=)", text)
+
+
+TASKS = {  # what runs, what prints its rows, what draws them
+    "ppl": (grid, grid_lines, plot_grid),
+    "fidelity": (grid, grid_lines, plot_grid),
+    "needle": (grid, grid_lines, plot_needle),
+    "ruler": (grid, grid_lines, plot_grid),
+    "longbench": (grid, grid_lines, plot_grid),
+    "table": (table, grid_lines, plot_grid),
+    "health": (look, health_lines, plot_health),
+    "map": (look, map_lines, plot_map),
+    "bench": (bench, bench_lines, None),
+}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -582,34 +1260,46 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         return lambda text: [kind(item) for item in text.split(",")]
 
     p = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("task", choices=["ppl", "fidelity", "needle", "ruler", "bench"])
+    p.add_argument("task", choices=list(TASKS))
     p.add_argument("--checkpoint", default="smollm2")
     p.add_argument("--cache", type=cache_names, default=["pyramid"], help="policies, by commas")
-    p.add_argument("--budget", type=listed(number), help="slots or fractions, by commas: 1.0,0.5,0.25; for bench 0.2")
-    p.add_argument("--bits", type=listed(int), default=[16, 4], help="16, 8, 4, 2, by commas")
+    p.add_argument("--budget", type=listed(number), help="slots or fractions, by commas (1.0,0.5,0.25; for bench 0.2)")
+    p.add_argument("--bits", type=listed(int), help="16, 8, 4, 2, by commas (16,4; for map 16)")
     p.add_argument("--threads", type=int, help="CPU threads")
     p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    g = p.add_argument_group("ppl, fidelity, needle, ruler")
+    g = p.add_argument_group("ppl, fidelity, needle, ruler, longbench, table")
     g.add_argument("--out", type=Path, help="JSONL to which every result is added; what is there is not done again")
-    g.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table (needs matplotlib)")
+    g.add_argument(
+        "--together", type=int, default=32, help="how many caches read a prompt at once; 1 takes least memory"
+    )
     g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    g = p.add_argument_group("ppl, fidelity")
+    g = p.add_argument_group("ppl, fidelity, needle, ruler, longbench, table, health, map")
+    g.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table (needs matplotlib)")
+    g = p.add_argument_group("ppl, fidelity, table, health, map")
     g.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="instead of Python's manual")
     g.add_argument("--context", type=int, default=3500, help="tokens that are compressed")
+    g = p.add_argument_group("ppl, fidelity, table")
     g.add_argument("--score", type=int, default=128, help="tokens that are then read one by one")
     g.add_argument("--windows", type=int, default=4, help="pieces of text, one after the other")
-    g = p.add_argument_group("needle, ruler")
-    g.add_argument("--length", type=listed(int), default=[1000, 3500], help="tokens of text, by commas")
-    g.add_argument("--protocol", type=listed(str), default=["inside", "after"], help="where the question stands")
-    g.add_argument("--samples", type=int, default=2, help="for each length and depth, or task of ruler")
-    g.add_argument("--answer", type=int, help="tokens of an answer: 16, for ruler 48")
+    g = p.add_argument_group("needle, ruler, longbench, table")
+    g.add_argument("--length", type=listed(int), help="tokens of text, by commas (1000,3500); longbench: what fits")
+    g.add_argument("--protocol", type=listed(str), help="where the question stands: inside,after; longbench: inside")
+    g.add_argument("--samples", type=int, help="for each length and place (2); for each task of longbench (all)")
+    g.add_argument("--answer", type=int, help="tokens of an answer (needle 16, ruler 48, longbench its own)")
+    g = p.add_argument_group("needle, ruler, table")
     g.add_argument("--seed", type=int, default=0)
-    g = p.add_argument_group("needle")
+    g = p.add_argument_group("needle, table")
     g.add_argument("--depth", type=listed(float), default=[0.1, 0.5, 0.9], help="where, 0 to 1, by commas")
+    g = p.add_argument_group("longbench")
+    g.add_argument("--data", type=Path, help="directory or zip with its JSONL files; without it, from the Hub")
     g = p.add_argument_group("bench")
     g.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas")
+    g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas")
     g.add_argument("--prefills", type=int, default=1, help="how often every prompt is read")
+    g.add_argument("--vs", choices=["transformers"], help="also its caches, with the same weights")
+    g = p.add_argument_group("bench, table")
     g.add_argument("--steps", type=int, default=15, help="decode steps a turn")
     g.add_argument("--rounds", type=int, default=8, help="turns of every row")
     args = p.parse_args(argv)
@@ -617,12 +1307,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         for action in group._group_actions:
             if args.task not in group.title.split(", ") and getattr(args, action.dest) != action.default:
                 raise UsageError(f"{action.option_strings[0]}: only for {group.title}, not for {args.task}")
-    for name in ("prefills", "steps", "rounds", "threads", "context", "score", "windows", "samples", "answer"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UsageError(f"--{name} {getattr(args, name)}: give 1 or more")
-    for flag, least in {"--prompt-tokens": min(args.prompt_tokens), "--length": min(args.length)}.items():
-        if least < 1:
-            raise UsageError(f"{flag} {least}: give 1 or more")
+    defaults = {"budget": [0.2] if args.task == "bench" else [1.0, 0.5, 0.25], "samples": 2}
+    defaults |= {
+        "bits": [16] if args.task == "map" else [16, 4],
+        "length": [1000, 3500],
+        "protocol": ["inside", "after"],
+    }
+    if args.task == "longbench":
+        defaults |= {"length": [0], "protocol": ["inside"], "samples": None}
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1 and name != "seed":
+            raise UsageError(f"--{name} {value}: give 1 or more")
+    for name in ("prompt_tokens", "length", "batch"):
+        if (least := min(getattr(args, name))) < 1 and getattr(args, name) != defaults.get(name):
+            raise UsageError(f"--{name.replace('_', '-')} {least}: give 1 or more")
+    if args.task == "longbench" and len(args.length) > 1:
+        raise UsageError(f"--length {','.join(map(str, args.length))}: give one, the most tokens of a prompt")
     for depth in args.depth:
         if not 0 <= depth <= 1:
             raise UsageError(f"--depth {depth}: give numbers from 0, the beginning, to 1, the end")
@@ -631,25 +1334,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UsageError(f"--protocol {protocol}: choose inside, after or both by a comma")
     if args.out:
         check_writable(args.out, "--out")
+        read_results(args.out)
     if args.plot:
         check_writable(args.plot, "--plot")
         if args.plot.suffix not in (".png", ".svg", ".pdf"):
             raise UsageError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError(f"--plot {args.plot}: matplotlib is not installed; pip install matplotlib, or drop --plot")
-    if args.answer is None:
-        args.answer = 16 if args.task == "needle" else 48
-    if args.budget is None:
-        args.budget = [0.2] if args.task == "bench" else [1.0, 0.5, 0.25]
+    if args.vs and importlib.util.find_spec("transformers") is None:
+        raise UsageError("--vs transformers: it is not installed; pip install transformers, or drop --vs")
     args.device = pick_device(args.device)
-    args.specs, args.arms = [("full 16", caches.build("full"))], [Arm("full", None, 16)]
+    args.arms = [Arm("full", None, 16)]
     for name, bits in itertools.product(args.cache, args.bits):
         for budget in [None] if name == "full" else args.budget:
-            if (arm := Arm(name, budget, bits)) not in args.arms:
+            arm = Arm(name, budget, bits)
+            arm.relative()  # what is wrong with it is said before a model is loaded
+            if arm not in args.arms:
                 args.arms.append(arm)
-            label = " ".join([name, *([] if budget is None else [str(budget)]), str(bits)])
-            if label != "full 16":
-                args.specs.append((label, caches.build(name, budget=budget, bits=bits)))
     args.prompt_tokens.sort()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -7,6 +7,7 @@ Left out: beam search, speculative decoding, serving over a network.
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -296,6 +297,7 @@ class Report:
         self.load_s = time.perf_counter() - STARTED
         self.prompt_tokens, self.seen, self.token_ids, self.text = 0, 0, [], ""
         self.unread: list[int] = []  # generated, but not yet in the cache
+        self.health = Health(model) if args.stats else None
         self.prefill_s = self.compile_s = self.decode_s = 0.0
         self.prefilled = self.steps = 0
 
@@ -382,6 +384,7 @@ class Report:
                 "decode_gb_s": rate(self.steps * (weights + nbytes) / 1e9, self.decode_s),
             },
             "graphs": graphs() if model.compiled else 0,
+            **({"health": self.health.data()} if self.health else {}),
         }
 
     def __str__(self) -> str:
@@ -404,7 +407,72 @@ class Report:
             f"time     load {t['load_s']:.1f} s, prefill {t['prefill_s']:.1f} s, compile {t['compile_s']:.1f} s, "
             f"decode {t['decode_s']:.1f} s",
         ]
+        if self.health:
+            lines.append(health_line(data["health"]))
         return "\n".join(lines)
+
+
+def health_line(layers: list[dict]) -> str:
+    """All layers in one line: means, and the worst."""
+    kept, sinks, keys, values = (
+        sum(r[name] for r in layers) / len(layers) for name in ("attention_kept", "sinks", "key_error", "value_error")
+    )
+    worst = min(range(len(layers)), key=lambda i: layers[i]["lowest"])
+    first, last = min(r["span"][0] for r in layers), max(r["span"][1] for r in layers)
+    return (
+        f"health   {kept:.1%} of attention kept, in the worst head {layers[worst]['lowest']:.1%} (layer {worst}); "
+        f"sinks {sinks:.0%}; positions {first:,}-{last:,}, longest gap {max(r['longest_gap'] for r in layers):,}; "
+        f"error of keys {keys:.2%}, of values {values:.2%}"
+    )
+
+
+class Health:
+    """What monitoring wants to know of a model's caches, layer by layer. Make it before a prompt is read.
+
+    What was lost is known only while it is still there, so attention and errors are those of the first prompt that
+    begins a sequence; the rest is how the caches are now.
+    """
+
+    WINDOW = 64  # queries whose attention is looked at
+
+    def __init__(self, model: Transformer):
+        self.layers = [layer.attention.cache for layer in model.layers]
+        self.found: list[list[tuple]] = [[] for _ in self.layers]
+        for cache, found in zip(self.layers, self.found, strict=True):
+            cache.watch = functools.partial(self.look, found)
+
+    def look(self, found: list[tuple], cache: caches.KVCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """As KVCache.watch: notes attention [B,H] that is kept, errors of keys and values relative to their norm."""
+        if int(pos[0, 0]) > 0:
+            return
+        live, where = cache.slot_pos >= 0, cache.slot_pos.clamp(min=0).long()
+        kept = (kernels.window_mass(q, k, min(self.WINDOW, k.shape[2])).gather(2, where) * live).sum(-1)
+        pairs = [
+            (caches.take(x, where)[live].float(), y[live]) for x, y in zip((k, v), cache.read(pos[:, -1]), strict=True)
+        ]
+        found.append((kept, *(float((x - y).norm() / x.norm()) for x, y in pairs)))
+
+    def data(self) -> list[dict]:
+        """attention_kept: the part of the attention of a prompt's last queries that falls on what is kept of it, mean
+        and lowest over heads; sinks: the part of the first four positions that heads still hold; longest_gap: evicted
+        positions in a row, at most; span: first and last position; key_error, value_error: relative to their norm."""
+        rows = []
+        for cache, found in zip(self.layers, self.found, strict=True):
+            held = cache.slot_pos.sort(-1).values
+            live, steps = held >= 0, held.diff(dim=-1, prepend=torch.full_like(held[..., :1], -1))
+            kept = torch.cat([attention for attention, _, _ in found])
+            rows.append(
+                {
+                    "attention_kept": float(kept.mean()),
+                    "lowest": float(kept.min()),
+                    "sinks": float((live & (held < 4)).sum(-1).float().mean()) / 4,
+                    "longest_gap": int(((steps - 1) * live).max()),
+                    "span": [int(held[live].min()), int(held.max())],
+                    "key_error": sum(key for _, key, _ in found) / len(found),
+                    "value_error": sum(value for _, _, value in found) / len(found),
+                }
+            )
+        return rows
 
 
 def graphs() -> int:
@@ -570,6 +638,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    p.add_argument("--stats", action="store_true", help="report how healthy the cache is, in --json layer by layer")
     args = p.parse_args(argv)
     if args.cache == "help":
         print(caches.describe())

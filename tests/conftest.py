@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
 
 import model as llama  # noqa: E402
+from eval import hf_weights  # noqa: E402
 
 
 def tiny_args(**changes) -> llama.ModelArgs:
@@ -43,46 +44,6 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> 
         if p.dim() > 1:
             torch.nn.init.normal_(p, std=2.0 * p.shape[-1] ** -0.5)
     return model.to(dtype).eval().requires_grad_(False)
-
-
-def hf_weights(model: llama.Transformer) -> dict[str, torch.Tensor]:
-    """The model's weights under the names, and in the pieces, of a Hugging Face checkpoint."""
-    a = model.args
-    rows, weights = [n * a.head_dim for n in (a.n_head, a.n_kv_head, a.n_kv_head)], {}
-    for name, tensor in model.state_dict().items():
-        stem, kind = name.rsplit(".", 1)
-        prefix = ""
-        if stem.startswith("layers."):
-            _, i, stem = stem.split(".", 2)
-            prefix = f"model.layers.{i}."
-        parts = llama.WEIGHTS[stem][0].split()
-        for part, piece in zip(parts, tensor.split(rows) if len(parts) == 3 else [tensor], strict=True):
-            weights[f"{prefix}{part}.{kind}"] = piece
-    return weights
-
-
-def hf_twin(model: llama.Transformer, **options):
-    """transformers' own model of the same shape and weights, float32. options: of its config."""
-    import transformers
-
-    a, weights = model.args, hf_weights(model)
-    config = transformers.LlamaConfig(
-        vocab_size=a.vocab_size,
-        hidden_size=a.dim,
-        intermediate_size=a.hidden_dim,
-        num_hidden_layers=a.n_layer,
-        num_attention_heads=a.n_head,
-        num_key_value_heads=a.n_kv_head,
-        head_dim=a.head_dim,
-        max_position_embeddings=a.max_seq_len,
-        rms_norm_eps=a.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": a.rope_theta},
-        tie_word_embeddings=True,
-        **options,
-    )
-    hf = transformers.LlamaForCausalLM(config).eval()
-    hf.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
-    return hf
 
 
 def tokens(n: int, batch: int = 1, vocab: int = 97, seed: int = 1) -> torch.Tensor:

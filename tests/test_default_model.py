@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import hf_twin
 
 import model as m
 from cache import build
+from eval import transformers_twin
 
 N = 600  # tokens of a prompt
 BUDGET = 150
@@ -43,7 +43,7 @@ def evidence():
     """What transformers' own model computes on the prompt: for every layer attention [9,T,T], keys and values
     [3,T,64], and queries before rotation [9,T,64]."""
     pytest.importorskip("transformers", reason="compares with the transformers package")
-    hf, queries = hf_twin(default(torch.float32)[0], attn_implementation="eager"), []
+    hf, queries = transformers_twin(default(torch.float32)[0], attn_implementation="eager"), []
     for layer in hf.model.layers:
         layer.self_attn.q_proj.register_forward_hook(lambda _m, _x, y: queries.append(y[0].unflatten(-1, (9, 64))))
     with torch.no_grad():
