@@ -143,7 +143,7 @@ class KVCache(nn.Module):
             return y / total, None
         mass = (weights[0] / total).sum(2)[..., : self.slot_pos.shape[2]]
         if self.residual is not None:
-            mass = mass.scatter_add(2, self.residual.slot.clamp(min=0).long(), (weights[1] / total).sum(2))
+            mass = self.residual.spread((weights[1] / total).sum(2), mass, self.slot_pos, pos)
         return y / total, mass
 
     def ask_sinks(self, q: Tensor, live: Tensor, scores: list[Tensor]) -> list[Tensor]:
@@ -873,6 +873,18 @@ class Residual(nn.Module):
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,rows] float32 -> weighted sum of the values [B,H,G,D]."""
         return (p.unsqueeze(-1) * self.v.float().unsqueeze(2)).sum(-2)
+
+    def spread(self, ours: Tensor, mass: Tensor, slot_pos: Tensor, pos: Tensor) -> Tensor:
+        """mass [B,H,S], with that of the tokens that are held here, ours [B,H,rows], where their slots are.
+
+        Read from the slots' side, because a scatter leaves the compiled step; and without a remainder for every slot.
+        """
+        newest = (pos % self.length)[:, None, None]
+        row = newest - (pos[:, None, None] - slot_pos)  # of a token less than `length` old
+        row = torch.where(row < 0, row + self.length, row) + self.sink
+        row = torch.where(slot_pos < self.sink, slot_pos, row).clamp(0, ours.shape[2] - 1)
+        held = (slot_pos >= 0) & self.covers(slot_pos, pos)
+        return torch.where(held, ours.gather(2, row.long()), mass)
 
     def overlay(self, k: Tensor, v: Tensor, slot_pos: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [B,H,S,D] with every token that is held here replaced by its exact form."""

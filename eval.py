@@ -646,89 +646,48 @@ UNSURE = (
     '"unanswerable". '
 )
 ASKED = "\n\nQuestion: {input}\nAnswer:"
+# fmt: off
 LONGBENCH = {  # tokens of an answer, metric, in the chat template?, what stands before the text, what after it
-    "narrativeqa": (
-        128,
-        f1,
-        True,
+    "narrativeqa": (128, f1, True,
         f"Here is a story, a novel or the script of a film, and a question about it. {BRIEFLY}\n\nStory: ",
-        f"\n\nNow answer the question about the story. {BRIEFLY}{ASKED}",
-    ),
-    "qasper": (
-        128,
-        f1,
-        True,
+        f"\n\nNow answer the question about the story. {BRIEFLY}{ASKED}"),
+    "qasper": (128, f1, True,
         f"Here is a scientific article, and a question about it. {BRIEFLY}{UNSURE}\n\nArticle: ",
-        f"\n\nNow answer the question about the article. {BRIEFLY}{UNSURE}{ASKED}",
-    ),
-    "multifieldqa_en": (
-        64,
-        f1,
-        True,
+        f"\n\nNow answer the question about the article. {BRIEFLY}{UNSURE}{ASKED}"),
+    "multifieldqa_en": (64, f1, True,
         "Read this text, and answer briefly.\n\n",
-        f"\n\nNow answer a question about the text. Give the answer alone, without another word.{ASKED}",
-    ),
-    **dict.fromkeys(
-        ("hotpotqa", "2wikimqa", "musique"),
-        (32, f1, True, f"{PASSAGES}\n\nThese are the passages.\n", f"\n\n{PASSAGES}{ASKED}"),
-    ),
-    "gov_report": (
-        512,
-        rouge_l,
-        True,
+        f"\n\nNow answer a question about the text. Give the answer alone, without another word.{ASKED}"),
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), (32, f1, True,
+        f"{PASSAGES}\n\nThese are the passages.\n",
+        f"\n\n{PASSAGES}{ASKED}")),
+    "gov_report": (512, rouge_l, True,
         "Here is a report of a government agency. Summarize it on one page.\n\nReport:\n",
-        "\n\nNow summarize the report on one page.\n\nSummary:",
-    ),
-    "qmsum": (
-        512,
-        rouge_l,
-        True,
-        "Here is what was said in a meeting, and a query, a question or a task. Answer it in one or more sentences."
-        "\n\nTranscript:\n",
-        "\n\nNow answer the query about the meeting in one or more sentences.\n\nQuery: {input}\nAnswer:",
-    ),
-    "multi_news": (
-        512,
-        rouge_l,
-        True,
+        "\n\nNow summarize the report on one page.\n\nSummary:"),
+    "qmsum": (512, rouge_l, True,
+        "Here is what was said in a meeting, and a question or task. Answer in one or more sentences.\n\nTranscript:\n",
+        "\n\nNow answer about the meeting in one or more sentences.\n\nQuery: {input}\nAnswer:"),
+    "multi_news": (512, rouge_l, True,
         "Here are passages of news. Summarize all of them on one page.\n\nNews:\n",
-        "\n\nNow summarize all the news on one page.\n\nSummary:",
-    ),
+        "\n\nNow summarize all the news on one page.\n\nSummary:"),
     "trec": (64, classified, False, "Say of which type a question is. Here are some examples.\n\n", "\n{input}"),
-    "triviaqa": (
-        32,
-        f1,
-        False,
-        "Answer the question from the passage. Give the answer alone, without another word. Here are some examples."
-        "\n\n",
-        "\n\n{input}",
-    ),
-    "samsum": (
-        128,
-        rouge_l,
-        False,
+    "triviaqa": (32, f1, False,
+        "Answer the question from the passage. Give the answer alone, without another word. Some examples:\n\n",
+        "\n\n{input}"),
+    "samsum": (128, rouge_l, False,
         "Summarize a conversation in a few short sentences. Here are some examples.\n\n",
-        "\n\n{input}",
-    ),
-    "passage_count": (
-        32,
-        numbered,
-        True,
+        "\n\n{input}"),
+    "passage_count": (32, numbered, True,
         "Here are paragraphs from Wikipedia, some of them more than once. Read them with care and find out how many "
         "different ones there are, each counted once.\n\n",
-        "\n\nHow many different paragraphs are there? Write the number alone: 1, 2, 3 and so on.\n\nThe answer is: ",
-    ),
-    "passage_retrieval_en": (
-        32,
-        numbered,
-        True,
+        "\n\nHow many different paragraphs are there? Write the number alone: 1, 2, 3 and so on.\n\nThe answer is: "),
+    "passage_retrieval_en": (32, numbered, True,
         "Here are 30 paragraphs from Wikipedia, and an abstract. Find the paragraph that the abstract is of.\n\n",
-        '\n\nThis is the abstract.\n\n{input}\n\nWrite the number of its paragraph, in the form "Paragraph 1", '
-        '"Paragraph 2" and so on.\n\nThe answer is: ',
-    ),
+        "\n\nThis is the abstract.\n\n{input}\n\nWrite the number of its paragraph, in the form \"Paragraph 1\", "
+        "\"Paragraph 2\" and so on.\n\nThe answer is: "),
     "lcc": (64, code_similarity, False, "Complete this code.\n", "Next line of code:\n"),
     "repobench-p": (64, code_similarity, False, "Complete this code.\n", "{input}Next line of code:\n"),
 }
+# fmt: on
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -744,7 +703,7 @@ def look(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> 
         raise UsageError(f"--text has {len(ids)} tokens; --context {args.context} needs {args.context}")
     if len(ids) > model.args.max_seq_len:
         raise UsageError(f"--context {args.context}: the model has {model.args.max_seq_len} positions")
-    arms = args.arms[1:] or args.arms  # of the full cache there is nothing to see, unless nothing else was asked for
+    arms = args.arms if "full" in args.cache and 16 in args.bits else args.arms[1:]
     specs = [arm.spec(len(ids), 0) for arm in arms]
     print(f"{source}: {len(ids)} tokens", file=sys.stderr)
     rows = []
@@ -996,10 +955,10 @@ def bench(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) ->
     if need > model.args.max_seq_len:
         raise UsageError(f"--prompt-tokens and steps make {need} tokens; the model has {model.args.max_seq_len}")
     twin, theirs = transformers_twin(model) if args.vs else None, ["Dynamic", "Static"] if args.vs else []
-    if args.vs and find_quanto():
+    if args.vs and find_quanto() and model.args.head_dim % 64 == 0:  # its groups are of 64
         theirs.append("Quantized")
     elif args.vs:
-        print("Without transformers' QuantizedCache: it needs `pip install optimum-quanto`", file=sys.stderr)
+        print("Without QuantizedCache: it needs optimum-quanto, and heads of 64, 128, .. channels", file=sys.stderr)
     runs = []
     for prompt, batch in itertools.product(args.prompt_tokens, args.batch):
         runs += [Run(model, str(arm), arm.relative(), batch, prompt) for arm in args.arms]

@@ -134,9 +134,20 @@ def test_growing_and_other_lengths_need_no_new_graph():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("name", POLICIES)
-def test_replayed_steps_are_the_compiled_steps(name, bits):
+@pytest.fixture
+def threads(request):
+    """Of more than one, Inductor hands to PyTorch what it cannot divide among them, such as scatter_add."""
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "name,bits,threads",
+    [*((name, bits, 1) for name in POLICIES for bits in (16, 4)), ("h2o", 4, 2), ("tova", 4, 2), ("keydiff", 4, 2)],
+    indirect=["threads"],
+)
+def test_replayed_steps_are_the_compiled_steps(name, bits, threads):
     """Bit for bit, with the state they leave, across evictions and the wrap of the ring; the third step is a replay."""
     torch._dynamo.reset()
     spec = build(name, budget=None if name == "full" else 24, bits=bits, residual=None if bits == 16 else 16)

@@ -172,3 +172,24 @@ def test_streaming_past_the_end_is_as_good_as_reading_again():
             )
     ratio = math.exp(torch.stack(nll).mean() - torch.cat(again).mean())
     assert 0.9 < ratio < 1.1
+
+
+def test_perplexity_is_that_of_transformers(capsys, tmp_path):
+    """The full cache's, window by window through `eval.py ppl`, against one forward pass of the other library."""
+    import json
+
+    import eval as ev
+
+    pytest.importorskip("transformers", reason="compares with the transformers package")
+    model, tokenizer = default(torch.float32)
+    flags = ["--context", "500", "--score", "60", "--windows", "2", "--cache", "full", "--bits", "16", "--json"]
+    assert ev.main(["ppl", "--dtype", "float32", "--no-compile", *flags]) == 0
+    row = json.loads(capsys.readouterr().out)
+    hf, ids, nll = transformers_twin(model), tokenizer.encode(ev.sample_text()), []
+    for i in range(2):
+        window = torch.tensor([ids[i * 561 : (i + 1) * 561]])
+        with torch.no_grad():
+            logits = hf(window).logits[0, 500:560]
+        nll.append(F.cross_entropy(logits, window[0, 501:]).item())
+    assert row["samples"] == 2 and row["nll"] == pytest.approx(sum(nll) / 2, abs=1e-4)
+    assert row["ppl"] == pytest.approx(math.exp(sum(nll) / 2), abs=1e-3)

@@ -45,43 +45,103 @@ def test_bench(checkpoint, capsys):
 
 @needs_compiler
 def test_bench_prints_a_table(checkpoint, capsys):
-    assert ev.main(["bench", "--checkpoint", str(checkpoint), *FLAGS[:2], "--rounds", "1", "--steps", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 2 * 3 and "vs first" in lines[0] and lines[1].startswith("full 16")
+    flags = ["--prompt-tokens", "60", "--batch", "1,3", "--rounds", "1", "--steps", "2"]
+    assert ev.main(["bench", "--checkpoint", str(checkpoint), *flags]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "of floor" in head and lines[0].startswith("full 16") and len(lines) == 2 * 3
+    batch, size = (head.split().index(name) + 1 for name in ("batch", "MB"))  # "full 16" is two words
+    assert [line.split()[batch] for line in (lines[0], lines[3])] == ["1", "3"]
+    assert float(lines[3].split()[size]) == pytest.approx(3 * float(lines[0].split()[size]), abs=0.02)
+
+
+@needs_compiler
+def test_bench_against_transformers(checkpoint, capsys):
+    """The same tokens through its caches; what they hold is counted in bytes."""
+    pytest.importorskip("transformers", reason="compares with the transformers package")
+    flags = ["--prompt-tokens", "60", "--cache", "full", "--bits", "16", "--rounds", "1", "--steps", "2"]
+    assert ev.main(["bench", "--checkpoint", str(checkpoint), *flags, "--vs", "transformers", "--json"]) == 0
+    full, dynamic, static, *_ = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [full["cache"], dynamic["cache"], static["cache"]] == [
+        "full 16", "transformers Dynamic", "transformers Static"
+    ]  # fmt: skip
+    token = 2 * 3 * 3 * 20 * default_dtype("cpu").itemsize  # keys and values, layers, heads, channels
+    assert dynamic["bytes"] == 64 * token and static["bytes"] >= 64 * token
+    assert dynamic["decode_ms"] > 0 and static["speed_vs_full"] > 0
 
 
 TEXT = ["--context", "150", "--score", "30", "--windows", "2"]
 ASKED = ["--length", "200", "--samples", "1", "--answer", "8"]
-FEW = {"ppl": TEXT, "fidelity": TEXT, "needle": [*ASKED, "--depth", "0.5"], "ruler": ASKED}
+FEW = {
+    "ppl": TEXT,
+    "fidelity": TEXT,
+    "needle": [*ASKED, "--depth", "0.5"],
+    "ruler": ASKED,
+    "longbench": ["--length", "220", "--samples", "1", "--answer", "8"],
+    "table": [*TEXT, *ASKED, "--depth", "0.5", "--steps", "2", "--rounds", "2"],
+    "map": ["--context", "150"],
+    "health": ["--context", "150"],
+}
 EVERY = "window,streaming,h2o,tova,snapkv:window=8,pyramid:window=8,adakv:window=8,expected,keynorm,keydiff,random"
 
 
 def rows_of(capsys, checkpoint, task, *flags):
-    command = [task, "--checkpoint", str(checkpoint), "--no-compile", "--json", *FEW[task], *flags]
-    assert ev.main(command) == 0
+    eager = [] if task in ("map", "health") else ["--no-compile"]  # they take no step
+    assert ev.main([task, "--checkpoint", str(checkpoint), *eager, "--json", *FEW[task], *flags]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("task", ["ppl", "fidelity", "needle", "ruler"])
-def test_control_arms_equal_the_full_cache(checkpoint, capsys, task):
-    """A budget of everything at 16 bits is the full cache in every number; a quarter is not, and says what it cost."""
-    names = "snapkv:window=8,h2o" if task == "ruler" else EVERY  # seven tasks of two protocols take long
-    rows = rows_of(capsys, checkpoint, task, "--cache", names, "--budget", "1.0,0.5", "--bits", "16")
+@pytest.mark.parametrize("task", ["ppl", "fidelity", "needle", "ruler", "longbench", "table"])
+def test_control_arms_equal_the_full_cache(checkpoint, longbench, capsys, task):
+    """A budget of everything at 16 bits is the full cache in every number; a half is not, and says what it cost."""
+    names = EVERY if task in ("ppl", "fidelity", "needle") else "snapkv:window=8,h2o"  # many questions take long
+    data = ["--data", str(longbench)] if task == "longbench" else []
+    rows = rows_of(capsys, checkpoint, task, "--cache", names, "--budget", "1.0,0.5", "--bits", "16", *data)
     assert len(rows) == 1 + 2 * len(ev.cache_names(names)) and rows[0]["cache"] == "full"
-    numbers = [k for k in rows[0] if k + "_error" in rows[0]]
-    assert numbers == {"ppl": ["nll", "ppl"], "fidelity": ["kl", "top1", "gap"], "needle": ["inside", "after"]}.get(
-        task, numbers
-    )
+    numbers = [
+        k[:-6] for k in rows[0] if k.endswith("_error") and k != "speed_error"
+    ]  # no two turns take the same time
+    assert numbers == {
+        "ppl": ["nll", "ppl"],
+        "fidelity": ["nll", "kl", "top1", "gap", "ppl"],
+        "table": ["kl", "ppl", "needle inside", "needle after", "ruler inside", "ruler after"],
+        "longbench": ["inside"],
+    }.get(task, ["inside", "after"])
     for row in rows[1:]:
         if row["budget"] == 1:
             assert row["evicted"] == 0
             assert [row[n] for n in numbers] == pytest.approx([rows[0][n] for n in numbers], abs=2e-6)
+            assert row["places"] == pytest.approx(rows[0]["places"], abs=2e-6)
         else:
             assert row["evicted"] > 60
-            if task in ("ppl", "fidelity"):
+            if task in ("ppl", "fidelity", "table"):
                 assert abs(row[numbers[0]] - rows[0][numbers[0]]) > 1e-4
     if task == "fidelity":
         assert rows[0]["kl"] == 0 and rows[0]["top1"] == 1 and rows[0]["gap"] == 0
+    if task == "table":
+        assert all(r["speed"] > 0 for r in rows)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_caches_that_read_together_are_as_if_alone(checkpoint, bits):
+    """Every buffer of every policy, and the logits."""
+    import torch
+
+    from model import load_checkpoint
+
+    model, tokenizer = load_checkpoint(checkpoint, dtype=torch.float32)
+    ids = tokenizer.encode(ev.sample_text())[:150]
+    specs = [ev.Arm(name, 0.4, bits).spec(150, 20) for name in ev.cache_names(EVERY)]
+    together, logits = ev.read_together(model, ids, 20, specs)
+    for spec, layers in zip(specs, together, strict=True):
+        ((alone,), same) = ev.read_together(model, ids, 20, [spec])
+        model.setup_caches(spec, 1, 170)
+        expected = model.prefill(torch.tensor([ids]), 0, 20)
+        assert torch.equal(logits, expected) and torch.equal(same, expected)
+        for mine, single, layer in zip(layers, alone, model.layers, strict=True):
+            for name, buffer in layer.attention.cache.named_buffers():
+                assert torch.equal(mine.get_buffer(name), buffer), (spec.name, name)
+                assert torch.equal(single.get_buffer(name), buffer), (spec.name, name)
+        assert 0 < int((layers[0].slot_pos >= 0).sum()) < 150 * 3
 
 
 def test_arms_of_one_budget_hold_the_same(checkpoint, capsys):
@@ -162,12 +222,12 @@ def test_needle_lies_at_its_depth(depth):
     assert context.count(key) == 2 and context[: context.index(key)].count("line") == round(100 * depth)
 
 
-def test_plot(checkpoint, capsys, tmp_path):
+@pytest.mark.parametrize("task", ["fidelity", "needle", "table", "map", "health"])
+def test_plot(checkpoint, capsys, tmp_path, task):
     pytest.importorskip("matplotlib", reason="--plot draws with matplotlib")
-    rows_of(
-        capsys, checkpoint, "fidelity", "--cache", "window", "--budget", "0.5,0.3", "--plot", str(tmp_path / "a.png")
-    )
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    picture = tmp_path / "a.png"
+    rows_of(capsys, checkpoint, task, "--cache", "window,h2o", "--budget", "0.5,0.3", "--plot", str(picture))
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_plot_without_matplotlib_is_refused_before_any_work(checkpoint, capsys, monkeypatch):
@@ -178,6 +238,8 @@ def test_plot_without_matplotlib_is_refused_before_any_work(checkpoint, capsys, 
 
 def test_a_policy_that_never_fired_is_marked():
     row = {
+        "task": "fidelity",
+        "places": {},
         "cache": "h2o",
         "budget": 0.5,
         "bits": 16,
@@ -187,7 +249,8 @@ def test_a_policy_that_never_fired_is_marked():
         "kl": 0.0,
         "kl_error": 0.0,
     }
-    assert ev.grid_table([row])[1][4] == "NONE" and ev.grid_table([{**row, "budget": 1.0}])[1][4] == "0"
+    assert ev.grid_lines([row])[1].split()[4] == "NONE"
+    assert ev.grid_lines([{**row, "budget": 1.0}])[1].split()[4] == "0"
 
 
 def test_ppl_is_the_models_own(checkpoint, capsys, tmp_path):
@@ -208,6 +271,179 @@ def test_ppl_is_the_models_own(checkpoint, capsys, tmp_path):
     )
 
 
+@pytest.fixture(scope="session")
+def longbench(tmp_path_factory):
+    """Two tasks of the sixteen, two rows each, longer than the tests' prompts may be."""
+    path = tmp_path_factory.mktemp("longbench")
+    rows = [
+        {"input": f"Who is number {i}?", "context": f"START {'Nobody is number 7. ' * 30}MIDDLE {'So it is. ' * 30}END"}
+        for i in range(2)
+    ]
+    for name, answers in {"qasper": ["nobody", "no one"], "multi_news": ["Nobody is number 7. So it is."]}.items():
+        more = {"answers": answers, "all_classes": None, "length": 100, "language": "en", "dataset": name}
+        lines = [json.dumps({**row, **more, "_id": f"{name}{i}"}) for i, row in enumerate(rows)]
+        (path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_longbench_runs_what_is_there_and_says_so(checkpoint, longbench, capsys):
+    command = ["longbench", "--checkpoint", str(checkpoint), "--no-compile", "--cache", "full", "--bits", "16"]
+    flags = [*FEW["longbench"], "--data", str(longbench), "--samples", "5", "--json"]
+    assert ev.main([*command, *flags]) == 0
+    out, err = capsys.readouterr()
+    row = json.loads(out)
+    assert row["samples"] == 4 and list(row["places"]) == ["qasper inside", "multi_news inside"]
+    assert row["inside"] == pytest.approx(sum(row["places"].values()) / 2)
+    assert "2 of 16 tasks found, not narrativeqa" in err and "qasper: 2 of 2 rows" in err
+
+
+def test_longbench_from_an_archive(longbench, tmp_path, monkeypatch):
+    """As the Hub has it, without --data."""
+    import sys
+    import types
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for file in longbench.iterdir():
+            archive.write(file, f"data/{file.name}")
+    hub = types.SimpleNamespace(hf_hub_download=lambda *_, **__: str(tmp_path / "data.zip"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    lines = lambda files: {name: lines for name, (_, lines) in files.items()}  # noqa: E731
+    assert lines(ev.longbench_files(None)) == lines(ev.longbench_files(longbench)) != {}
+    assert lines(ev.longbench_files(tmp_path / "data.zip")) == lines(ev.longbench_files(longbench))
+
+
+def test_longbench_prompts(checkpoint, longbench):
+    """Text and question are there; where they are too long, their middle is not; a question "after" is after it."""
+    from types import SimpleNamespace
+
+    from model import load_checkpoint
+
+    tokenizer = load_checkpoint(checkpoint)[1]
+    wrap = lambda text: tokenizer.chat([{"role": "user", "content": text}])  # noqa: E731
+    args = SimpleNamespace(data=longbench, samples=None, length=[0], answer=None)
+    for q in ev.longbench(args):
+        context, question = ev.fitted(q, wrap, tokenizer, 10**6)
+        assert (context, question) == (q.context, q.question) and "{" not in context + question
+        assert "START" in context and "END" in context and "MIDDLE" in context and q.answer in (128, 512)
+        assert (q.place == "multi_news") != ("Who is number" in question)
+        for limit in (700, 701, 900):
+            context, question = ev.fitted(q, wrap, tokenizer, limit + q.answer)
+            assert limit - 4 <= len(wrap(context + question)) <= limit  # bytes are this tokenizer's tokens
+            whole, part = q.context + q.question, context + question
+            half = len(part) // 2
+            assert question == q.question and len(part) % 2 == 0
+            assert whole.startswith(part[:half]) and whole.endswith(part[half:])
+    with pytest.raises(ev.UsageError, match="--length 140: too short"):
+        ev.fitted(ev.Question("a" * 500, "?", None, 120, "qasper", {"length": 140}, cut=True), wrap, tokenizer, 900)
+
+
+def test_longbench_knows_sixteen_tasks_in_english():
+    assert " ".join(ev.LONGBENCH) == (
+        "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique gov_report qmsum multi_news trec triviaqa "
+        "samsum passage_count passage_retrieval_en lcc repobench-p"
+    )
+    summaries = ("gov_report", "multi_news", "passage_count", "lcc")  # nothing is asked but what the task says
+    for name, (answer, _, chat, before, after) in ev.LONGBENCH.items():
+        assert 32 <= answer <= 512 and before and after
+        assert ("{input}" in after) == (name not in summaries) and "{" not in before + after.replace("{input}", "")
+        assert chat == (name not in ("trec", "triviaqa", "samsum", "lcc", "repobench-p"))
+
+
+@pytest.mark.parametrize(
+    "text,answer,value",
+    [  # computed with the package rouge 1.0.1, which LongBench uses
+        (
+            "The cat sat on the mat. It was warm there.",
+            "A cat sat on a mat. There it was warm and dry.",
+            0.5454545404958678,
+        ),
+        ("one two three four five", "five four three two one", 0.19999999500000015),
+        ("a b c d. e f g. a b x", "a b c. d e f g. x a", 0.874999995),
+        ("Nothing alike here", "completely other words", 0.0),
+        ("same words. same words. same", "same words same words", 0.999999995),
+        ("trailing stop. ", "trailing stop", 0.7999999952000001),
+        ("", "something", 0.0),
+    ],
+)
+def test_rouge_l(text, answer, value):
+    assert ev.rouge_l(text, answer) == pytest.approx(value, abs=1e-12)
+
+
+def test_longbench_metrics():
+    """Cases worked out by hand from the benchmark's definitions."""
+    assert ev.f1("The answer is: Paris!", "paris") == pytest.approx(2 * (1 / 3) / (1 / 3 + 1))  # answer, is, paris
+    assert ev.f1("An apple a day", "the apple day") == 1 and ev.f1("", "x") == 0 == ev.f1("y", "x")
+    assert ev.f1("a b b", "b b c") == pytest.approx(0.8)  # b b of b b and of b b c: "a" is an article
+    assert ev.numbered("3 or 4, no: 3", "3") == pytest.approx(2 / 3) and ev.numbered("none", "3") == 0
+    assert ev.numbered("Paragraph 12", "Paragraph 12") == 1 and ev.numbered("12", "Paragraph 2") == 0
+    classes = ["City", "Other location", "State", "Date"]
+    assert ev.classified("It is a City", "City", classes) == 1 and ev.classified("City or Date", "City", classes) == 0.5
+    assert ev.classified("Date", "City", classes) == 0 == ev.classified("", "City", classes)
+    assert ev.classified("Other location", "Other location", ["location", *classes]) == 1  # a part of its own name
+    assert ev.code_similarity("\n# no\nx = foo(1)\ny", "x = foo(2)") == 0.9  # fuzzywuzzy's ratio is 90
+    assert ev.code_similarity("return None", "return self.value") == 0.57 and ev.code_similarity("# no", "x") == 0
+    best = lambda text, name, metric=ev.f1: ev.official(text, metric, ["x", "y z"], None, name)  # noqa: E731
+    assert best("y z", "qasper") == 100 and best("\ny z\nQuestion: more", "triviaqa") == 100
+    assert best("y z\nQuestion: more", "qasper") == pytest.approx(100 * 2 / 3)
+
+
+def test_map_shows_what_is_kept(checkpoint, capsys):
+    """The window keeps 4 sinks and the newest 56 of 150, in every layer and head."""
+    flags = ["--cache", "window,snapkv:window=8", "--budget", "60"]
+    window, snap = rows_of(capsys, checkpoint, "map", *flags)
+    assert window["positions"] == [[[*range(4), *range(94, 150)]] * 3] * 3 and window["evicted"] == 90
+    assert {len(head) for layer in snap["positions"] for head in layer} == {60} and snap["positions"][0] != snap[
+        "positions"
+    ][1]
+    assert "".join(window["tokens"]) == ev.sample_text()[:150]
+    assert ev.main(["map", "--checkpoint", str(checkpoint), "--context", "150", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("window 60 16: 60 of 150 tokens")
+    row = lines[1]
+    assert row.startswith("  0 |@@") and row.endswith("@@|") and len(row) == 6 + 100 and 55 <= row.count(" ") - 3 <= 62
+    assert "0-3  " in lines[5] and "94-149" in lines[6] and repr(ev.sample_text()[94:150]) in lines[6]
+
+
+def test_health_by_definition(checkpoint, capsys):
+    """Attention, errors and gaps, computed here from the model's own queries, keys and values."""
+    import torch
+
+    from model import load_checkpoint
+
+    window, four = rows_of(capsys, checkpoint, "health", "--cache", "window", "--budget", "60", "--dtype", "float32")
+    model, tokenizer = load_checkpoint(checkpoint, dtype=torch.float32)
+    seen = []
+
+    class Spy(torch.nn.Module):
+        def forward(self, q, k, v, pos):
+            seen.append((q, k, v))
+            return ev.kernels.causal_attention(q, k, v)
+
+    for layer in model.layers:
+        layer.attention.cache = Spy()
+    model(torch.tensor([tokenizer.encode(ev.sample_text())[:150]]), torch.arange(150)[None])
+    kept = [*range(4), *range(94, 150)]
+    for (q, k, _), layer, coarse in zip(seen, window["layers"], four["layers"], strict=True):
+        scores = q[0].double().unflatten(0, (3, 3)) @ k[0, :, None].double().mT / 20**0.5
+        scores = scores.masked_fill(torch.ones(150, 150, dtype=torch.bool).triu(1), float("-inf"))
+        mass = scores.softmax(-1)[:, :, -64:].mean((1, 2))[:, kept].sum(-1)
+        assert layer["attention_kept"] == pytest.approx(float(mass.mean()), abs=1e-5)
+        assert layer["lowest"] == pytest.approx(float(mass.min()), abs=1e-5) and layer["lowest"] < 0.95
+        assert (layer["sinks"], layer["longest_gap"], layer["span"]) == (1, 90, [0, 149])
+        assert layer["key_error"] == layer["value_error"] == 0  # 16 bits mean the model's own dtype
+        assert coarse["attention_kept"] == layer["attention_kept"]
+        assert coarse["key_error"] == 0 == coarse["value_error"]  # 60 tokens: all in the residual
+
+
+def test_health_sees_fewer_bits(checkpoint, capsys):
+    rows = rows_of(capsys, checkpoint, "health", "--context", "400", "--cache", "full", "--bits", "16,8,4,2")
+    error = [[layer[name] for r in rows for layer in r["layers"]] for name in ("key_error", "value_error")]
+    for e in error:
+        sixteen, eight, four, two = (e[i : i + 3] for i in range(0, 12, 3))
+        assert sixteen == [0, 0, 0] and all(0 < a < b / 4 < c / 8 for a, b, c in zip(eight, four, two, strict=True))
+
+
 @pytest.mark.parametrize(
     "command,words",
     [
@@ -224,17 +460,25 @@ def test_ppl_is_the_models_own(checkpoint, capsys, tmp_path):
         (["needle", "--length", "3000"], ["--length 3000", "1024"]),
         (["ppl", "--out", "/nowhere/r.jsonl"], ["--out /nowhere/r.jsonl"]),
         (["ppl", "--cache", "full", "--out", "SHORT"], ["--out SHORT", "line 1"]),
+        (["longbench", "--data", "/nowhere"], ["--data /nowhere", "narrativeqa.jsonl", "repobench-p.jsonl"]),
+        (["longbench", "--data", "SHORT"], ["--data SHORT", "zip"]),
+        (["longbench", "--data", "BAD"], ["--data BAD/qasper.jsonl", "row 1", "context"]),
+        (["longbench", "--length", "100,200"], ["--length 100,200", "one"]),
+        (["ppl", "--data", "BAD"], ["--data", "longbench", "ppl"]),
+        (["map", "--context", "2000"], ["--context 2000", "1024"]),
+        (["health", "--text", "SHORT"], ["4 tokens", "150"]),
+        (["health", "--out", "x"], ["--out", "health"]),
     ],
 )
 def test_quality_refusals(checkpoint, capsys, tmp_path, monkeypatch, command, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SHORT").write_text("abc\n")
+    (tmp_path / "BAD").mkdir()
+    (tmp_path / "BAD" / "qasper.jsonl").write_text('{"input": "?"}\n')
     if "--out" in command:
         (tmp_path / "SHORT").write_text("abc\ndef\n")
-    assert (
-        ev.main([command[0], "--checkpoint", str(checkpoint), "--no-compile", *FEW.get(command[0], []), *command[1:]])
-        == 2
-    )
+    eager = [] if command[0] in ("map", "health") else ["--no-compile"]
+    assert ev.main([command[0], "--checkpoint", str(checkpoint), *eager, *FEW.get(command[0], []), *command[1:]]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.splitlines()[-1].startswith("eval.py: ") and all(w in err.splitlines()[-1] for w in words)
 
@@ -256,6 +500,9 @@ def test_a_file_that_is_no_result_is_left_alone(checkpoint, capsys, tmp_path, te
         (["--prompt-tokens", "x"], "--prompt-tokens"),
         (["--prompt-tokens", "100000"], "100"),
         (["--bits", "5"], "--bits 5"),
+        (["--batch", "0"], "--batch 0"),
+        (["--vs", "gpt"], "--vs"),
+        (["--plot", "a.png"], "--plot"),
     ],
 )
 def test_refusals(checkpoint, capsys, flags, word):

@@ -206,6 +206,33 @@ def test_prompt_file_not_utf8(cli, tmp_path):
     assert code == 2 and "UTF-8" in err and "latin" in err and err.count("\n") == 1
 
 
+def test_stats(cli):
+    """What --stats adds to the report: of the prompt while it was read, and of the cache as it is in the end."""
+    flags = ["--prompt", PROMPT, "--raw", "--cache", "window", "--budget", "60", "--max-new-tokens", "9"]
+    code, out, err, data = cli(*flags, "--stats")
+    assert code == 0 and [len(r) for r in data["health"]] == [7] * 3
+    n = data["prompt_tokens"] + 8  # the last token is not read
+    for r in data["health"]:
+        assert r["span"] == [0, n - 1] and r["longest_gap"] == n - 60 and r["sinks"] == 1
+        assert 0 < r["lowest"] <= r["attention_kept"] < 1 and r["key_error"] == r["value_error"] == 0
+    assert err.splitlines()[-1].startswith("health   ") and f"longest gap {n - 60}" in err
+    plain = cli(*flags)
+    assert "health" not in plain[3] and "health" not in plain[2] and plain[1] == out
+
+
+def test_stats_of_a_conversation(cli, monkeypatch):
+    """Later turns do not change what was seen of the first; positions are those of the end."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there, how are you?\nAnd now?\n\n"))
+    flags = ["--interactive", "--cache", "streaming", "--budget", "40", "--bits", "4", "--residual", "4"]
+    code, _, err, data = cli(*flags, "--max-new-tokens", "5", "--stats")
+    last = (
+        data["prompt_tokens"] + data["new_tokens"] - 2
+    )  # the last token of an answer is not read before the next turn
+    assert code == 0 and "health" in err
+    assert all(r["span"][0] == 0 and last - 2 <= r["span"][1] <= last for r in data["health"])
+    assert all(0 < r["key_error"] < 0.3 and 0 < r["value_error"] < 0.3 for r in data["health"])
+
+
 def test_json_into_a_pipe_or_through_a_link(cli, tmp_path):
     (tmp_path / "target.json").write_text("old")
     (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
