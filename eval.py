@@ -40,6 +40,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -528,12 +529,15 @@ def longbench(args: argparse.Namespace) -> Iterator[Question]:
             try:
                 row = json.loads(line)
                 context, asked, answers, classes = (row[k] for k in ("context", "input", "answers", "all_classes"))
-                after_it = after.replace("{input}", asked)
-                score = functools.partial(official, metric=metric, answers=list(answers), classes=classes, name=name)
-            except (ValueError, KeyError, TypeError) as error:
+                for reference in answers:
+                    metric("", reference, classes)  # what cannot be scored is refused now, not after the answer
+                score = functools.partial(official, metric=metric, answers=answers, classes=classes, name=name)
+                key = {"place": name, "row": zlib.crc32(line.encode()), "length": args.length[0]}
+                tokens, question = args.answer or answer, after.replace("{input}", asked)
+                q = Question(before + context, question, score, tokens, name, key, chat, cut=True)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise UsageError(f"--data {where}: row {i + 1} is not LongBench's ({error!r})") from None
-            key = {"place": name, "row": row.get("_id", i), "length": args.length[0]}
-            yield Question(before + context, after_it, score, args.answer or answer, name, key, chat, cut=True)
+            yield q
 
 
 def longbench_files(data: Path | None) -> dict[str, tuple[str, list[str]]]:
@@ -930,8 +934,8 @@ class Theirs(Run):
     def nbytes(self) -> int:
         return sum(t.nbytes for layer in self.layers for t in tensors_in(vars(layer)))
 
-    def slots(self) -> float:
-        return float("nan")
+    def slots(self) -> None:
+        return None
 
 
 def tensors_in(x) -> Iterator[Tensor]:
@@ -1052,7 +1056,7 @@ def bench_lines(rows: list[dict]) -> list[str]:
         "cache": lambda r: r["cache"],
         "batch": lambda r: str(r["batch"]),
         "prompt": lambda r: str(r["prompt_tokens"]),
-        "slots": lambda r: "-" if math.isnan(r["slots"]) else f"{r['slots']:,.0f}",
+        "slots": lambda r: "-" if r["slots"] is None else f"{r['slots']:,.0f}",
         "MB": lambda r: f"{r['bytes'] / 1e6:.2f}",
         "vs bf16": lambda r: f"{r['bytes_vs_bf16']:.3f}",
         "peak MB": lambda r: f"{r['kv_peak_bytes'] / 1e6:.1f}" if r["kv_peak_bytes"] else "-",
@@ -1125,6 +1129,12 @@ def hf_weights(model: Transformer) -> dict[str, Tensor]:
 @torch.no_grad()
 def table(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
     """Quality and speed of every arm on one page: `fidelity`, `needle` and `ruler`, and decode steps in turns."""
+    timed = args.steps * (args.rounds + 1)
+    if args.context + timed > model.args.max_seq_len:
+        raise UsageError(
+            f"--context {args.context} and {timed} measured steps (--steps, --rounds) are more than the model's "
+            f"{model.args.max_seq_len} positions"
+        )
     rows = grid(args, model, tokenizer, "fidelity")
     for row in rows:
         row["task"] = "table"
@@ -1175,9 +1185,11 @@ def batched(items: list, n: int) -> list[list]:
 
 
 def text_of(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """What --text is, and its tokens."""
-    source = ", ".join(map(str, args.text)) or f"pydoc_data.topics of Python {sys.version.split()[0]}"
-    return source, tokenizer.encode("\n\n".join(map(read_text, args.text)) if args.text else sample_text())
+    """What --text is, and its tokens. Results go by that name, so it changes with what is in the files."""
+    if not args.text:
+        return f"pydoc_data.topics of Python {sys.version.split()[0]}", tokenizer.encode(sample_text())
+    text = "\n\n".join(map(read_text, args.text))
+    return f"{', '.join(map(str, args.text))} (CRC {zlib.crc32(text.encode()):08x})", tokenizer.encode(text)
 
 
 @functools.cache

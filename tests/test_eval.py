@@ -185,6 +185,17 @@ def test_an_interrupted_run_goes_on(checkpoint, capsys, tmp_path, monkeypatch):
     assert ev.main(fresh) == 0 and capsys.readouterr().out == again
 
 
+def test_results_of_a_text_are_not_those_of_another(checkpoint, capsys, tmp_path):
+    """--out knows results by the text's content, not by its file's name."""
+    text, out = tmp_path / "t.txt", tmp_path / "r.jsonl"
+    flags = ["--cache", "full", "--bits", "16", "--text", str(text), "--out", str(out)]
+    nll = []
+    for content in ("abcdefg " * 30, "gfedcba " * 30, "abcdefg " * 30):
+        text.write_text(content)
+        nll += [r["nll"] for r in rows_of(capsys, checkpoint, "ppl", *flags)]
+    assert nll[0] == nll[2] != nll[1] and len(out.read_text().splitlines()) == 2
+
+
 def test_rulers_answers_are_right():
     """Read back from the text itself: what is asked for is there, and nothing else would do."""
     import random
@@ -463,6 +474,8 @@ def test_health_sees_fewer_bits(checkpoint, capsys):
         (["longbench", "--data", "/nowhere"], ["--data /nowhere", "narrativeqa.jsonl", "repobench-p.jsonl"]),
         (["longbench", "--data", "SHORT"], ["--data SHORT", "zip"]),
         (["longbench", "--data", "BAD"], ["--data BAD/qasper.jsonl", "row 1", "context"]),
+        (["longbench", "--data", "ODD"], ["--data ODD/trec.jsonl", "row 1"]),
+        (["table", "--context", "900", "--rounds", "90"], ["--context 900", "1024"]),
         (["longbench", "--length", "100,200"], ["--length 100,200", "one"]),
         (["ppl", "--data", "BAD"], ["--data", "longbench", "ppl"]),
         (["map", "--context", "2000"], ["--context 2000", "1024"]),
@@ -474,6 +487,10 @@ def test_quality_refusals(checkpoint, capsys, tmp_path, monkeypatch, command, wo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SHORT").write_text("abc\n")
     (tmp_path / "BAD").mkdir()
+    (tmp_path / "ODD").mkdir()
+    (tmp_path / "ODD" / "trec.jsonl").write_text(
+        '{"input": "?", "context": "", "answers": ["Date"], "all_classes": null}\n'
+    )
     (tmp_path / "BAD" / "qasper.jsonl").write_text('{"input": "?"}\n')
     if "--out" in command:
         (tmp_path / "SHORT").write_text("abc\ndef\n")
