@@ -23,6 +23,7 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -69,6 +70,7 @@ class KVCache(nn.Module):
         self.policy, self.k_store, self.v_store = policy, k_store, v_store
         self.layout, self.residual, self.plan = layout, residual, plan
         self.room, self.origin = 0, None
+        self.unit = policy.unit = max(k_store.unit, v_store.unit)
         # For whoever measures: watch(cache, q, k, v, pos), arguments as for `Policy.admit`, is called after a prompt or
         # a chunk of one was stored, while its full keys and values are still there.
         self.watch: Callable | None = None
@@ -102,8 +104,12 @@ class KVCache(nn.Module):
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, live: Tensor | None = None) -> None:
         """Keep what earns a slot of tokens that are read together; arguments as for `Policy.admit`."""
+        if live is None:
+            self.k_store.begin(k)
+            self.v_store.begin(v)
         slot = self.policy.admit(self, q, k, v, pos, live)
-        if (need := int(slot.max()) + 1 + self.room) > self.slot_pos.shape[2] and self.policy.appends:
+        need = -(-(int(slot.max()) + 1 + self.room) // self.unit) * self.unit
+        if need > self.slot_pos.shape[2] and self.policy.appends:
             self.allocate(need)  # heads that share a budget: only now is it known what the largest wants
         self.put(slot, k[:, :, -q.shape[2] :], v, pos)
         self.policy.measure(self)
@@ -119,6 +125,8 @@ class KVCache(nn.Module):
         if slot.shape[2] > 1:  # heads may keep different numbers of tokens
             b, h, t = (slot >= 0).nonzero(as_tuple=True)
             slot, k, v, pos = (x[b, h, t] for x in (slot, k, v, pos))
+        if self.unit > 1:  # the first token of a unit finds the unit's former tokens gone
+            vacate(self.slot_pos, slot, self.unit, b, h)
         where = self.layout.locate(b, h, slot)
         self.k_store.put(where, k.float())
         self.v_store.put(where, v.float())
@@ -126,7 +134,8 @@ class KVCache(nn.Module):
 
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
-        q = q.float() * q.shape[-1] ** -0.5
+        # Stacked, the query is written out once; else its rotation would be computed anew for every slot.
+        q = torch.stack((q.float() * q.shape[-1] ** -0.5).unbind(2), 2)
         live = self.slot_pos >= 0
         if self.residual is not None:  # a token that is held exactly is read there, not from its codes
             live = live & ~self.residual.covers(self.slot_pos, pos)
@@ -186,6 +195,9 @@ class KVCache(nn.Module):
         else:
             size = policy.capacity.tolist() if slots else prompts
             need = [min(self.plan(T), most) if new else n for T, new, n in zip(prompts, begins, size, strict=True)]
+        # Whole units: a policy that evicts has at most as many slots as it was given, one that appends at least.
+        up = self.unit - 1 if policy.appends else 0
+        need = [(n + up) // self.unit * self.unit for n in need]
         wanted = max(need) if all(begins) else max(slots, *need)
         if wanted != slots:
             if slots and policy.appends:
@@ -218,6 +230,7 @@ class KVCache(nn.Module):
         """Empty, all or some of the sequences: buffer by buffer what a new cache of this size holds."""
         sequences = range(len(self.slot_pos)) if sequences is None else sequences
         fill = {"slot_pos": -1, "residual.slot": -1, "policy.capacity": self.slot_pos.shape[2]}
+        fill |= {"k_store.whole": 1, "v_store.whole": 1, "k_store.open": -1}
         for name, buffer in self.named_buffers():
             for b in sequences:
                 buffer[b] = fill.get(name, 0)
@@ -253,6 +266,15 @@ def rows(index: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(B, device=index.device)[:, None, None], torch.arange(H, device=index.device)[:, None]
 
 
+def vacate(slot_pos: Tensor, slot: Tensor, unit: int, b: Tensor | None = None, h: Tensor | None = None) -> None:
+    """Empty those units of slot_pos [B,H,S] of which the first slot is among `slot` [B,H,n], or [n] of rows b, h."""
+    b, h = rows(slot) if b is None else (b, h)
+    first = torch.zeros_like(slot_pos, dtype=torch.bool)
+    first[b, h, slot] = slot % unit == 0
+    units = slot_pos.unflatten(-1, (-1, unit))
+    units.masked_fill_(first.unflatten(-1, (-1, unit)).any(-1, keepdim=True), -1)
+
+
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x [B,H,T,D], index [B,H,n] -> [B,H,n,D]."""
     return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
@@ -285,6 +307,7 @@ class Policy(nn.Module):
     learns = False  # True: `observe` is given mass, which costs a pass over the scores
     relative = False  # True: positions are counted in the cache, not in the text
     rereads = False  # True: `place` looks at the key that it evicts
+    unit = 1  # slots that are filled in order and given up together, because a format says so; of KVCache
 
     def __init__(self, sink: int = 4, recent: int = 32):
         super().__init__()
@@ -318,10 +341,18 @@ class Policy(nn.Module):
         return (slots.double() * self.recent).long() if isinstance(slots, Tensor) else int(slots * self.recent)
 
     def least(self) -> int:
-        """The fewest slots that leave one to decide about."""
+        """The fewest slots that leave one to decide about, or two units of them."""
+        if self.unit > 1 and not self.appends:
+            units = lambda n: -(-n // self.unit)  # noqa: E731
+            enough = lambda n: units(n) >= units(self.sink) + units(self.newest(n)) + 2  # noqa: E731
+            return next(n for n in itertools.count(self.unit, self.unit) if enough(n))
         if self.recent >= 1:
             return self.sink + self.recent + 1
         return next(n for n in itertools.count(int(self.sink / (1 - self.recent))) if n - self.newest(n) > self.sink)
+
+    def start(self) -> int:
+        """The first slot that may be given up: those of the sinks are not, nor what shares a unit with them."""
+        return -(-self.sink // self.unit) * self.unit
 
     def keep(self, score: Tensor, where: Tensor, n: int, newest: int) -> Tensor:
         """The n of C tokens that stay: score [B,H,C], positions where [B,H,C], -1 for none -> bool [B,H,C]."""
@@ -355,12 +386,13 @@ class Policy(nn.Module):
         """The slots [B,H,T] of the next T tokens: free ones, then the oldest but the sinks; -1 for a token that another
         one of them would overwrite. Slots are filled in order, so a counter finds the oldest: no search over S."""
         size = self.capacity[:, None, None]
-        cycle = (size - self.sink).clamp(min=1)
-        i = torch.arange(T, device=size.device)
-        n = self.count[..., None] + i
+        cycle = (size - self.start()).clamp(min=1)
+        n = self.count[..., None] + torch.arange(T, device=size.device)
+        # Tokens from here on are not overwritten by another one of these; a unit is begun with its first slot.
+        whole = -(-(self.count[..., None] + T - cycle) // self.unit) * self.unit
         self.count.add_(T)  # in place: += would rebind the attribute
         slot = torch.where(n < size, n, size - cycle + (n - size) % cycle)
-        return torch.where((n < size - cycle) | (i >= T - cycle), slot, -1)
+        return torch.where((n < size - cycle) | (n >= whole), slot, -1)
 
     def measure(self, cache: KVCache, slot: Tensor | None = None) -> None:
         """Called after a step wrote to slot [B,H,1], or a prompt to any: for a policy that looks at stored keys."""
@@ -522,6 +554,8 @@ class Ranked(Policy):
         super().allocate(layout, slots, device)
         if not hasattr(self, "rank"):
             self.register_buffer("rank", torch.empty(layout.batch, layout.heads, 0, device=device), persistent=False)
+            if self.unit > 1:
+                self.register_buffer("filling", torch.zeros_like(self.count), persistent=False)
         self.rank = resized(self.rank, 2, slots)
 
     def score(self, q, k, v, pos):
@@ -536,6 +570,8 @@ class Ranked(Policy):
         T, size = v.shape[2], int(self.capacity.max())
         worth, where, newest = self.weigh(q, k, v, pos, live), pos[:, None].expand(v.shape[:3]), self.newest(size)
         held = 0
+        if live is not None and self.unit > 1:
+            return self.join(cache, worth, pos, live)
         if live is not None:  # what was read last always has a slot, as after a step
             held, newest = int(self.count.max()), max(newest, 1)
             worth[..., :-T].masked_fill_(~live, float("-inf"))
@@ -546,6 +582,8 @@ class Ranked(Policy):
         new = kept[..., -T:]
         slot = torch.where(new, free.gather(-1, (new.cumsum(-1) - 1).clamp(min=0)), -1)
         self.count.copy_(kept.sum(-1))
+        if self.unit > 1:
+            self.filling.copy_((self.count - 1).clamp(min=0) // self.unit)
         if live is not None:
             self.rank.copy_(torch.where(live, worth[..., :-T], self.rank))
         b, h, t = new.nonzero(as_tuple=True)
@@ -557,11 +595,43 @@ class Ranked(Policy):
         newest = self.newest(self.capacity)
         newest = newest[:, None, None].to(torch.int32) if isinstance(newest, Tensor) else newest
         evictable = (cache.slot_pos >= self.sink) & (cache.slot_pos <= p - newest)
-        victim = self.rank.masked_fill(~evictable, float("inf")).argmin(-1)
-        slot = torch.where(self.count < size, self.count, victim)[..., None]
-        self.count.copy_(torch.minimum(self.count + 1, size))
+        worth = self.rank.masked_fill(~evictable, float("inf"))
+        if self.unit == 1:
+            slot = torch.where(self.count < size, self.count, worth.argmin(-1))[..., None]
+            self.count.copy_(torch.minimum(self.count + 1, size))
+        else:
+            slot = self.by_units(worth, 1)
         self.rank[(*rows(slot), slot)] = self.score(q, k, v, pos)
         return slot
+
+    def by_units(self, worth: Tensor, T: int) -> Tensor:
+        """The slots [B,H,T] of the next tokens, at most a unit of them: the rest of `filling` [B,H], the unit that
+        fills, then one that is free, or the one of the least mean worth [B,H,S], infinite where a token must stay."""
+        U, seen = self.unit, self.count[..., None]
+        n = seen + torch.arange(T, device=worth.device)  # the n-th token of all; in a full cache, too, in lane n % U
+        lane = n % U
+        least = worth.unflatten(-1, (-1, U)).mean(-1).argmin(-1, keepdim=True)
+        begun = torch.where(n - lane < self.capacity[:, None, None], (n - lane) // U, least)
+        unit = torch.where(n - lane < seen, self.filling[..., None], begun)
+        self.filling.copy_(unit[..., -1])
+        self.count.add_(T)
+        return unit * U + lane
+
+    def join(self, cache: KVCache, worth: Tensor, pos: Tensor, live: Tensor) -> Tensor:
+        """`admit` where whole units make way for tokens that are read on top of others, worth [B,H,S+T]: as many at a
+        time as a unit has."""
+        S, held, slots, where = live.shape[2], cache.slot_pos.clone(), [], pos[:, None].expand(*live.shape[:2], -1)
+        self.rank.copy_(torch.where(live, worth[..., :S], self.rank))
+        for new, at in zip(worth[..., S:].split(self.unit, -1), where.split(self.unit, -1), strict=True):
+            newest = self.newest(int(self.capacity.max()))
+            evictable = (held >= self.sink) & (held <= at[..., -1:] - max(newest, 1))
+            slot = self.by_units(self.rank.masked_fill(~evictable, float("inf")), new.shape[-1])
+            vacate(held, slot, self.unit)
+            held[(*rows(slot), slot)] = at.to(held.dtype)
+            self.rank[(*rows(slot), slot)] = new
+            slots.append(slot)
+        slot = torch.cat(slots, -1)
+        return torch.where(held.gather(-1, slot) == where, slot, -1)
 
 
 class H2O(Ranked):
@@ -724,10 +794,14 @@ class Store(nn.Module):
     read parts without decoding them; those of the base class decode.
     """
 
-    def __init__(self, is_key: bool, dim: int, dtype: torch.dtype, device, bits: int = 16, group: int = 0):
-        """dim: head dim; dtype: the model's; group: channels that share a scale, where a format has any."""
+    widths: tuple[int, ...] = (16,)  # bits of one number
+    group = 0  # channels that share a scale, where a format has any
+    unit = 1  # slots that share something, so that they are filled in order and given up together
+
+    def __init__(self, is_key: bool, dim: int, dtype: torch.dtype, device, bits: int = 16):
+        """dim: head dim; dtype: the model's."""
         super().__init__()
-        self.is_key, self.dtype, self.bits, self.group = is_key, dtype, bits, group
+        self.is_key, self.dtype, self.bits = is_key, dtype, bits
         self.names = []
         self.dim, self.device = dim, torch.device(device)
 
@@ -743,14 +817,17 @@ class Store(nn.Module):
         return tuple(getattr(self, name) for name in self.names)
 
     def allocate(self, layout: "Dense", slots: int) -> None:
-        """Buffers for `slots` slots: their widths and dtypes are whatever `encode` makes of one vector."""
-        sample = self.encode(torch.zeros(self.dim, device=self.device))
+        """Buffers for `slots` slots: their widths and dtypes are whatever `encode` makes of the vectors of a chunk."""
+        sample = self.encode(torch.zeros(CHUNK, self.dim, device=self.device))
         for i, part in enumerate(sample):
-            shape = (part.shape[-1], CHUNK) if self.slots_last(i) else (CHUNK, part.shape[-1])
+            shape = part.mT.shape if self.slots_last(i) else part.shape
             old = self.parts[i] if len(self.names) > i else part.new_zeros(layout.batch, layout.heads, 0, *shape)
             # At least two chunks: to the compiler a size of 1 is a constant, and would get a graph of its own.
             self.register_buffer(f"part{i}", resized(old, 2, max(-(-slots // CHUNK), 2)), persistent=False)
         self.names = [f"part{i}" for i in range(len(sample))]
+
+    def begin(self, x: Tensor) -> None:
+        """Told of all keys or values [B,H,T,D] of a new prompt, before some of them are put."""
 
     def slots_last(self, i: int) -> bool:
         """Is part i [B,H,n,d,C]?"""
@@ -779,54 +856,313 @@ class Store(nn.Module):
 
     def dot(self, q: Tensor, live: Tensor, chunks: int | None = None) -> Tensor:
         """q [B,H,G,D] float32, live [B,H,S] -> scores [B,H,G,n*C] of all chunks or the first, -inf where not live."""
-        return kernels.dot(q, (self.decoded().mT[:, :, :chunks],), live)
+        return kernels.dot(q, [self.decoded().mT[:, :, :chunks, None].float()], live)
 
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,n*C] float32 -> weighted sum of the values [B,H,G,D]."""
-        return kernels.mix(p, (self.decoded(),))
+        return kernels.mix(p, [self.decoded().unsqueeze(4).float()])
 
 
-class IntStore(Store):
-    """Integers of 8, 4 or 2 bits, packed; each token has a scale and a minimum for every `group` channels.
+class Codes(Store):
+    """What all formats of few bits share: packed codes, each for a number, times what every `group` channels share.
 
-    Vectors are rotated first (2404.00456): that spreads a key's outlier channels over all, and makes per-token groups
-    as accurate as the per-channel ones that would have to wait for a group of tokens to fill.
+    A format says what to write (`encode`), what number a code is (`number`) and how what is shared was written
+    (`shared`); numbers are multiplied as they are unpacked, and nothing that was decoded is ever stored. Vectors are
+    rotated first, where `rotated` (2404.00456): that spreads a key's outlier channels over all, and makes per-token
+    groups as accurate as the per-channel ones that have to wait for a group of tokens to fill.
     """
 
-    def __init__(self, is_key, dim, dtype, device, bits, group):
-        super().__init__(is_key, dim, dtype, device, bits, group)
-        fits = [g for g in range(1, min(group, dim) + 1) if dim % g == 0 and g % (8 // bits) == 0]
+    rotated = True
+
+    def __init__(self, is_key, dim, dtype, device, bits, group=32):
+        super().__init__(is_key, dim, dtype, device, bits)
+        if group < 8:
+            raise SpecError(f"group={group}: give a number of channels, 8 or more")
+        pack = 8 // bits  # codes that fill whole bytes
+        fits = [g for g in range(1, min(group, dim) + 1) if dim % g == 0 and g % pack == 0]
         if not fits:
-            raise SpecError(f"--bits {bits}: head_dim {dim} is not a multiple of {8 // bits}; use more bits")
+            raise SpecError(f"--bits {bits}: head_dim {dim} is not a multiple of {pack}; use more bits")
         self.group = fits[-1]
-        self.rotation = kernels.rotation(dim, self.device)
+        # Channels whose codes are packed together: one group or more, until a plane has 16 bytes, a vector's worth.
+        spans = [r * self.group for r in (1, 2, 4) if dim % (r * self.group) == 0 and (8 // bits) % r == 0]
+        self.span = next((s for s in spans if s * bits >= 16 * 8), spans[-1])
+        self.rotation = kernels.rotation(dim, self.device) if self.rotated else None
 
-    def encode(self, x):
-        x = kernels.rotate(x, self.rotation).unflatten(-1, (-1, self.group))  # [..,D/group,group]
-        low, high = x.aminmax(dim=-1)
-        # The codes are for the scale and minimum as they are stored: rounding those first costs no accuracy later.
-        scale = ((high - low) / (2**self.bits - 1)).clamp(max=65504).half()
-        zero = low.clamp(-65504, 65504).half()
-        step = torch.where(scale > 0, scale, 1).float()  # a constant group is its minimum
-        codes = ((x - zero.float()[..., None]) / step[..., None]).round().clamp(0, 2**self.bits - 1)
-        return kernels.pack(codes, self.bits).flatten(-2), torch.cat([scale, zero], -1)
+    def number(self, code: Tensor) -> Tensor:
+        """Codes int32 -> the numbers they stand for, float32."""
+        return code.float()
 
-    def decode(self, codes, scale_zero):
-        scale, zero = scale_zero.float().chunk(2, -1)
-        planes = kernels.unpack(codes.unflatten(-1, (scale.shape[-1], -1)), self.bits)
-        x = torch.cat(planes, -1) * scale[..., None] + zero[..., None]
-        return kernels.rotate(x.flatten(-2), self.rotation)  # its own inverse
+    def shared(self, *parts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The parts after the codes -> scale and zero [..,D/group] float32, of their last dim; None is 1 and 0."""
+        raise NotImplementedError
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """x [..,D] -> rotated, [..,D/group,group]."""
+        x = kernels.rotate(x, self.rotation) if self.rotated else x
+        return x.unflatten(-1, (-1, self.group))
+
+    def packed(self, codes: Tensor) -> Tensor:
+        """Codes [..,D/group,group] -> bytes [..,D*bits/8]."""
+        return kernels.pack(codes.flatten(-2).unflatten(-1, (-1, self.span)), self.bits).flatten(-2)
+
+    def planes(self, codes: Tensor, dim: int) -> list[Tensor]:
+        """Bytes, D*bits/8 of them along dim, -> numbers in planes [..,D/span,span/P,..], float32."""
+        codes = codes.unflatten(dim, (-1, self.span * self.bits // 8))
+        return [self.number(plane) for plane in kernels.unpack(codes, self.bits)]
+
+    def decode(self, codes, *rest):
+        scale, zero = self.shared(*rest)
+        x = torch.cat(self.planes(codes, -1), -1).flatten(-2)
+        if scale is not None:
+            x = x.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
+            x = (x if zero is None else x + zero[..., None]).flatten(-2)
+        return kernels.rotate(x, self.rotation) if self.rotated else x  # its own inverse
+
+    def across(self, rest: tuple[Tensor, ...]) -> list[Tensor | None]:
+        """scale and zero [B,H,n,D/group,C] of parts [B,H,n,d,C]."""
+        return [x if x is None else x.mT for x in self.shared(*(part.mT for part in rest))]
 
     def dot(self, q, live, chunks=None):
-        parts = tuple(part[:, :, :chunks] for part in self.parts)
-        return kernels.dot(kernels.rotate(q, self.rotation), parts, live, self.bits, self.group)
+        codes, *rest = (part[:, :, :chunks] for part in self.parts)
+        q = kernels.rotate(q, self.rotation) if self.rotated else q
+        return kernels.dot(q, self.planes(codes, -2), live, *self.across(rest))
 
     def mix(self, p):  # the sum of rotated values is the rotated sum: undo it once
-        return kernels.rotate(kernels.mix(p, self.parts, self.bits, self.group), self.rotation)
+        codes, *rest = self.parts
+        y = kernels.mix(p, self.planes(codes, -1), *self.across(rest))
+        return kernels.rotate(y, self.rotation) if self.rotated else y
 
 
-FORMATS: dict[str, type[Store]] = {"int": IntStore}
-AUTO = {8: "int", 4: "int", 2: "int"}
+class IntStore(Codes):
+    """Integers, with a scale and a minimum in fp16 for every 32 channels of a token, after a rotation (2404.00456)."""
+
+    widths = (8, 4, 2)
+
+    def __init__(self, is_key, dim, dtype, device, bits, group=32, solver="minmax"):
+        super().__init__(is_key, dim, dtype, device, bits, group)
+        self.solve = choice("solver", solver, SOLVERS)
+
+    def encode(self, x):
+        x, top = self.grouped(x), 2**self.bits - 1
+        codes, scale, zero = kernels.between(x, *self.solve(x, *x.aminmax(dim=-1), top), top)
+        return self.packed(codes), torch.cat([scale, zero], -1)
+
+    def shared(self, scale_zero):
+        return scale_zero.float().chunk(2, -1)
+
+
+SOLVERS = {"minmax": kernels.minmax, "mse": kernels.mse, "hqq": kernels.hqq}
+
+
+class Scaled(Codes):
+    """Codes of numbers that are measured in `whole` [B,H], float32: one unit for each head, which its prompt sets."""
+
+    def measured(self, largest: Tensor) -> Tensor:
+        """The unit for numbers up to `largest` [B,H], after rotation."""
+        raise NotImplementedError
+
+    def allocate(self, layout, slots):
+        super().allocate(layout, slots)
+        if not hasattr(self, "whole"):
+            ones = torch.ones(layout.batch, layout.heads, device=self.device)
+            self.register_buffer("whole", ones, persistent=False)
+
+    def begin(self, x):
+        self.whole.copy_(self.measured(self.grouped(x.float()).abs().amax((2, 3, 4))))
+
+    def put(self, where, x):
+        super().put(where, x / self.whole[where[0], where[1]][..., None])
+
+    def decoded(self):
+        return super().decoded() * self.whole[:, :, None, None, None]
+
+    def at(self, where):
+        return super().at(where) * self.whole[where[0], where[1]][..., None]
+
+    def dot(self, q, live, chunks=None):
+        return super().dot(q * self.whole[:, :, None, None], live, chunks)
+
+    def mix(self, p):
+        return super().mix(p) * self.whole[:, :, None, None]
+
+
+class FP8Store(Scaled):
+    """E4M3 of 8 bits; a head's scale is 1 unless its prompt has numbers beyond 448, the largest that there is."""
+
+    widths, rotated = (8,), False
+
+    def __init__(self, is_key, dim, dtype, device, bits=8):
+        super().__init__(is_key, dim, dtype, device, bits, group=dim)
+
+    def measured(self, largest):
+        return (largest / 448).clamp(min=1)
+
+    def encode(self, x):
+        return (x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8),)  # clamped: a cast may give NaN
+
+    def number(self, code):
+        return kernels.minifloat(code, 4, 3)
+
+    def shared(self):
+        return None, None
+
+
+class MXFP4Store(Codes):
+    """E2M1 of 4 bits with a power of two for every 32 channels: OCP's MX (2310.10537), after a rotation.
+
+    Its exponent is that of the largest number, minus 2, as the standard says: from 6 to 8 times it, numbers clip to 6.
+    """
+
+    widths = (4,)
+
+    def encode(self, x):
+        x = self.grouped(x)
+        largest = x.abs().amax(-1).contiguous().view(torch.int32)  # a float's bits: its exponent begins at bit 23
+        power = ((largest >> 23) - 2).clamp(min=1)
+        codes = kernels.e2m1(x / (power << 23).view(torch.float32)[..., None])
+        return self.packed(codes), power.to(torch.uint8)
+
+    def number(self, code):
+        return kernels.minifloat(code, 2, 1)
+
+    def shared(self, power):
+        return (power.int() << 23).view(torch.float32), None
+
+
+class NVFP4Store(Scaled):
+    """E2M1 of 4 bits with an E4M3 scale for every 16 channels and a float32 for every head, after a rotation.
+
+    That float is from the largest number of the prompt, and stands: later blocks' scales clip at 448.
+    """
+
+    widths = (4,)
+
+    def __init__(self, is_key, dim, dtype, device, bits=4, group=16):
+        super().__init__(is_key, dim, dtype, device, bits, group)
+
+    def measured(self, largest):
+        return torch.where(largest > 0, largest / (6 * 448), 1)
+
+    def encode(self, x):
+        x = self.grouped(x)
+        scale = (x.abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
+        divisor = torch.where(scale.float() > 0, scale.float(), 1)  # of a block that underflows, after the cast
+        return self.packed(kernels.e2m1(x / divisor[..., None])), scale.view(torch.uint8)
+
+    def number(self, code):
+        return kernels.minifloat(code, 2, 1)
+
+    def shared(self, scale):
+        return kernels.minifloat(scale.int(), 4, 3), None
+
+
+class KIVIStore(IntStore):
+    """Keys: a scale and a minimum for every channel of 32 tokens; values: for every 32 channels of one (2402.02750).
+
+    An outlier channel of keys has scales of its own, so nothing is rotated. The 32 slots of a chunk are a unit: they
+    are filled in order and given up together. While a unit fills, `open` [B,H] is its chunk, its keys are held and
+    read exactly, `exact` [B,H,C,D], and its codes are written anew with every token; once full it is left alone.
+    """
+
+    widths, rotated = (4, 2), False
+
+    def __init__(self, is_key, dim, dtype, device, bits, group=32, solver="minmax"):
+        super().__init__(is_key, dim, dtype, device, bits, group, solver)
+        self.unit = CHUNK if is_key else 1
+
+    def allocate(self, layout, slots):
+        super().allocate(layout, slots)
+        if self.is_key and not hasattr(self, "open"):
+            B, H, device = layout.batch, layout.heads, self.device
+            exact = torch.zeros(B, H, CHUNK, self.dim, dtype=self.dtype, device=device)
+            self.register_buffer("exact", exact, persistent=False)
+            self.register_buffer("open", torch.full((B, H), -1, device=device), persistent=False)
+
+    def encode(self, x):
+        if not self.is_key:
+            return super().encode(x)
+        x, top = x.mT, 2**self.bits - 1  # [..,D,C]: a whole unit
+        codes, scale, zero = kernels.between(x, *self.solve(x, *x.aminmax(dim=-1), top), top)
+        return self.packed(codes.mT.unflatten(-1, (-1, self.group))), torch.cat([scale, zero], -1).unsqueeze(-2)
+
+    def decode(self, codes, scale_zero):
+        if not self.is_key:
+            return super().decode(codes, scale_zero)
+        scale, zero = self.shared(scale_zero)  # [..,1,D]
+        return torch.cat(self.planes(codes, -1), -1).flatten(-2) * scale + zero
+
+    def put(self, where, x):
+        if not self.is_key:
+            return super().put(where, x)
+        b, h, chunk, lane = where
+        if x.dim() < 4:
+            return self.put_many(where, x)
+        self.exact[b, h, lane] = x.to(self.dtype)
+        filled = torch.arange(CHUNK, device=x.device) <= lane  # [B,H,C]
+        unit = torch.where(filled[..., None], self.exact.float(), x)  # what is not there yet must not count
+        codes, scale_zero = self.encode(unit)
+        self.part0[b, h, chunk] = codes.mT.unsqueeze(2)
+        self.part1[b, h, chunk] = scale_zero.mT.unsqueeze(2)
+        self.open.copy_(torch.where(lane < CHUNK - 1, chunk, -1)[..., 0])
+
+    def put_many(self, where: tuple[Tensor, ...], x: Tensor) -> None:
+        """x [N,D] to places [N]: of every unit that gets some, what it has held so far comes first."""
+        b, h, chunk, lane = where
+        units = self.part0.new_zeros(*self.part0.shape[:3], CHUNK, self.dim, dtype=torch.float32)
+        fresh = torch.zeros(units.shape[:4], dtype=torch.bool, device=x.device)  # [B,H,n,C]
+        units[b, h, chunk, lane] = x
+        fresh[b, h, chunk, lane] = True
+        touched, first = fresh.any(-1), fresh.byte().argmax(-1)
+        before = (torch.arange(CHUNK, device=x.device) < first[..., None]) & touched[..., None]
+        units = torch.where(before[..., None], self.exact[:, :, None].float(), units)
+        filled = fresh | before
+        codes, scale_zero = self.encode(torch.where(filled[..., None], units, units[..., :1, :]))
+        for part, new in ((self.part0, codes.mT), (self.part1, scale_zero.mT)):
+            part.copy_(torch.where(touched[..., None, None], new, part))
+        fills = touched & ~filled.all(-1)  # at most one of a head, and what was open before is full or still that one
+        last = fills.byte().argmax(-1)  # [B,H]
+        open_now = torch.where(fills.any(-1), last, torch.where(touched.any(-1), -1, self.open))
+        held = take(units.flatten(3), last[..., None]).unflatten(-1, (CHUNK, -1))[:, :, 0]
+        self.exact.copy_(torch.where(fills.any(-1)[..., None, None], held, self.exact.float()))
+        self.open.copy_(open_now)
+
+    def is_open(self) -> Tensor:
+        """bool [B,H,n]"""
+        return torch.arange(self.part0.shape[2], device=self.open.device) == self.open[..., None]
+
+    def decoded(self):
+        x = super().decoded()
+        return torch.where(self.is_open()[..., None, None], self.exact[:, :, None].float(), x) if self.is_key else x
+
+    def dot(self, q, live, chunks=None):
+        codes, scale_zero = (part[:, :, :chunks] for part in self.parts)
+        scale, zero = scale_zero[..., 0].float().chunk(2, -1)  # [B,H,n,D]
+        # Scales go into the query, chunk by chunk; stacked, they are written out once, and not for every slot.
+        scaled = torch.stack([q[:, :, g, None] * scale for g in range(q.shape[2])], 2)  # [B,H,G,n,D]
+        everywhere = live.new_ones(*live.shape[:2], codes.shape[2] * CHUNK)
+        score = kernels.dot(scaled, self.planes(codes, -2), everywhere).unflatten(-1, (-1, CHUNK))
+        score = score + (q.unsqueeze(3) * zero[:, :, None]).sum(-1)[..., None]
+        exact = (q.unsqueeze(3) * self.exact[:, :, None].float()).sum(-1)  # [B,H,G,C]
+        score = torch.where(self.is_open()[:, :, None, :chunks, None], exact.unsqueeze(3), score).flatten(3)
+        live = F.pad(live, (0, max(score.shape[3] - live.shape[2], 0)))[..., : score.shape[3]]
+        return score.masked_fill(~live[:, :, None], float("-inf"))
+
+
+def choice(name: str, value: str, known: dict):
+    if value not in known:
+        raise SpecError(f"{name}={value}: choose {', '.join(known)}")
+    return known[value]
+
+
+FORMATS: dict[str, type[Store]] = {
+    "float": Store,
+    "int": IntStore,
+    "fp8": FP8Store,
+    "kivi": KIVIStore,
+    "nvfp4": NVFP4Store,
+    "mxfp4": MXFP4Store,
+}
+AUTO = {16: "float", 8: "int", 4: "int", 2: "int"}  # what measured best; the README has the figures
 
 
 class Residual(nn.Module):
@@ -914,17 +1250,49 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How keys or values are written down: the name of a format, bits of a number, further arguments."""
+
+    name: str
+    bits: int
+    arguments: tuple[tuple[str, int | str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + "".join(f"{',' if i else ':'}{k}={v}" for i, (k, v) in enumerate(self.arguments))
+
+    @property
+    def unit(self) -> int:
+        """Slots whose keys share something."""
+        return self.store(True, 64, torch.float32, "meta").unit
+
+    def effective(self, dim: int) -> float:
+        """Bits that one element of a head of `dim` channels takes, scales and the like included; 16 mean bf16."""
+        parts = self.store(True, dim, torch.bfloat16, "cpu").encode(torch.zeros(CHUNK, dim))
+        return sum(part.nbytes for part in parts) * 8 / (CHUNK * dim)
+
+    def store(self, is_key: bool, dim: int, dtype: torch.dtype, device) -> Store:
+        return FORMATS[self.name](is_key, dim, dtype, device, self.bits, **dict(self.arguments))
+
+
+@dataclass(frozen=True)
 class CacheSpec:
     """What `build` returns: a recipe for one KVCache a layer, for `model.setup_caches(spec, batch, max_seq_len)`."""
 
     name: str
     policy: Callable[[], Policy]
     budget: int | float
-    bits: int
-    format: str
+    k: Form
+    v: Form
     residual: int
-    group: int
     layout: str = "dense"
+
+    @property
+    def bits(self) -> int | str:
+        return self.k.bits if self.k.bits == self.v.bits else f"k={self.k.bits},v={self.v.bits}"
+
+    @property
+    def format(self) -> str:
+        return str(self.k) if str(self.k) == str(self.v) else f"k={self.k},v={self.v}"
 
     @property
     def endless(self) -> bool:
@@ -952,81 +1320,148 @@ class CacheSpec:
 
         def layer(i: int) -> KVCache:
             layout = Dense(batch, args.n_kv_head)
-            k_store, v_store = (self.store(is_key, dim, dtype, device) for is_key in (True, False))
+            k_store, v_store = self.k.store(True, dim, dtype, device), self.v.store(False, dim, dtype, device)
             residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
             policy = self.policy().attach(i, rope, args.max_seq_len)
             return KVCache(policy, k_store, v_store, layout, residual, lambda T: slots(T)[i])
 
         return [layer(i) for i in range(args.n_layer)]
 
-    def store(self, is_key: bool, dim: int, dtype: torch.dtype, device) -> Store:
-        if self.bits == 16:
-            return Store(is_key, dim, dtype, device)
-        return FORMATS[self.format](is_key, dim, dtype, device, self.bits, self.group)
-
 
 def build(
     cache: str = "full",
     *,
     budget: int | float | None = None,
-    bits: int = 16,
+    bits: int | str | None = None,
     format: str = "auto",
     residual: int | None = None,
-    group: int | None = None,
 ) -> CacheSpec:
     """A cache from names.
 
     cache: `full`, or `NAME[:key=value,..]` with the arguments of the policy's class, as in `snapkv:window=32,pool=max`.
     budget: slots per KV head, averaged over layers, sinks and window included: a count (int), or a fraction of the
-    prompt (float up to 1.0). Default 0.2. bits: 16 (the model's dtype), 8, 4 or 2; format: auto or one of FORMATS.
+    prompt (float up to 1.0). Default 0.2. bits: 16 (the model's dtype, the default), 8, 4 or 2, or of keys and
+    values apart, `k=4,v=2`. format: auto or one of FORMATS, as `NAME[:key=value,..]`, also apart: `k=int,v=nvfp4`.
     residual: how many of the newest tokens are also kept exactly, and the first 4; default 128 below 16 bits.
-    group: channels that share a scale. Raises SpecError, which names the flag, what was given and what would work.
+    Raises SpecError, which names the flag, what was given and what would work.
     """
     name, _, rest = cache.partition(":")
     if name not in POLICIES:
         raise SpecError(
             f"--cache {name}: no such policy; choose from {', '.join(POLICIES)} (--cache help explains them)"
         )
-    arguments = parse_arguments(name, rest)
-    try:
+    arguments = parse_arguments("--cache", name, POLICIES[name], rest)
+    forms = [form(*given) for given in zip(apart("--format", format), apart("--bits", bits), strict=True)]
+    exact, unit = all(f.bits == 16 for f in forms), forms[0].unit
+
+    def make() -> Policy:
         policy = POLICIES[name](**arguments)
+        policy.unit = unit
+        return policy
+
+    try:
+        policy = make()
     except SpecError as error:
         raise SpecError(f"--cache {cache}: {error}") from None
-    if not isinstance(bits, int) or bits not in (16, 8, 4, 2):
-        raise SpecError(f"--bits {bits}: choose 16, 8, 4 or 2")
-    if format not in ("auto", *FORMATS):
-        raise SpecError(f"--format {format}: no such format; choose from auto, {', '.join(FORMATS)}")
-    if bits == 16:
-        for flag, value in {"format": format, "residual": residual, "group": group}.items():
-            if value not in (None, "auto"):
-                raise SpecError(f"--{flag} {value}: means nothing at 16 bits; give --bits 8, 4 or 2 as well")
+    if policy.rereads and unit > 1:
+        raise SpecError(
+            f"--cache {name} --format {forms[0].name}: {name} weighs the keys as they are stored, and those of "
+            f"{forms[0].name} change while their unit of {unit} tokens fills; choose --format int, or another policy"
+        )
+    if exact and residual is not None:
+        raise SpecError(f"--residual {residual}: means nothing at 16 bits; give --bits 8, 4 or 2 as well")
     if residual is not None and (not isinstance(residual, int) or residual < 0):
         raise SpecError(f"--residual {residual}: give a number of tokens, 0 or more")
-    if group is not None and group < 8:
-        raise SpecError(f"group {group}: give a number of channels, 8 or more")
     if budget is not None and name == "full":
         raise SpecError(f"--budget {budget}: full keeps every token; choose --cache {', '.join(list(POLICIES)[1:])}")
     return CacheSpec(
         name,
-        lambda: POLICIES[name](**arguments),
+        make,
         check_budget(name, policy, 0.2 if budget is None else budget),
-        bits,
-        "float" if bits == 16 else AUTO[bits] if format == "auto" else format,
-        0 if bits == 16 else RESIDUAL if residual is None else residual,
-        group or 32,
+        *forms,
+        0 if exact else RESIDUAL if residual is None else residual,
     )
+
+
+def apart(flag: str, value: int | str | None) -> tuple[int | str | None, int | str | None]:
+    """What a flag says of keys and of values: `X` is for both, `k=X,v=Y` for each."""
+    text = str(value)
+    if "k=" not in text and "v=" not in text:
+        return value, value
+    parts = re.fullmatch(r"k=(.+),v=(.+)|v=(.+),k=(.+)", text)
+    if parts is None or "k=" in text.split("k=", 1)[1] or "v=" in text.split("v=", 1)[1]:
+        raise SpecError(f"{flag} {text}: give one value, or one for keys and one for values, as in k=4,v=2")
+    return parts[1] or parts[4], parts[2] or parts[3]
+
+
+def form(text: str, bits: int | str | None) -> Form:
+    """A format by its name, `NAME[:key=value,..]` or auto, and a number of bits, or None: the name decides."""
+    name, _, rest = text.partition(":")
+    if name not in ("auto", *FORMATS):
+        raise SpecError(
+            f"--format {name}: no such format; choose from auto, {', '.join(FORMATS)} (--format help explains them)"
+        )
+    if bits is None:
+        widths = (16,) if name == "auto" else FORMATS[name].widths
+        if len(widths) > 1:
+            raise SpecError(f"--format {name}: give --bits {either(widths)} as well")
+        bits = widths[0]
+    offered = [*AUTO] if name == "auto" else FORMATS[name].widths
+    if not str(bits).isdecimal() or int(bits) not in offered:
+        why = "choose" if name == "auto" else f"{name} has"
+        raise SpecError(f"--bits {bits}: {why} {either(offered)}")
+    if name == "auto":
+        if rest:
+            raise SpecError(f"--format {text}: auto takes no arguments; name a format, as in {AUTO[4]}:{rest}")
+        name = AUTO[int(bits)]
+    arguments = tuple(parse_arguments("--format", name, FORMATS[name], rest).items())
+    made = Form(name, int(bits), arguments)
+    try:
+        made.unit  # noqa: B018  a store can be made
+    except SpecError as error:
+        raise SpecError(f"--format {text}: {error}") from None
+    return made
+
+
+def either(items) -> str:
+    *first, last = map(str, items)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def describe() -> str:
     """What `--cache help` prints: every policy with its paper, and its arguments with their defaults."""
     lines = ["--cache NAME, or NAME:key=value,key=value", ""]
     for name, policy in POLICIES.items():
-        arguments = [f"{p.name}={p.default}".lower() for p in inspect.signature(policy).parameters.values()]
         when = "never evicts" if policy is Full else "once, after the prompt" if policy.appends else "at every step"
         lines += [f"{name:10} {inspect.getdoc(policy).splitlines()[0]}"]
-        lines += [" " * 11 + "; ".join([when, *([", ".join(arguments)] if arguments else [])]), ""]
+        lines += [" " * 11 + "; ".join([when, *arguments_of(policy)]), ""]
     return "\n".join(lines + [ARGUMENTS])
 
+
+def describe_formats(dim: int = 64) -> str:
+    """What `--format help` prints: every format, what an element of a cache takes with it, and its arguments."""
+    lines = ["--format NAME, or NAME:key=value,key=value; of keys and values apart: k=NAME,v=NAME", ""]
+    for name, store in FORMATS.items():
+        lines += [f"{name:10} {inspect.getdoc(store).splitlines()[0]}"]
+        sizes = [f"--bits {b}: {Form(name, b).effective(dim):g} bits an element" for b in store.widths]
+        lines += [" " * 11 + "; ".join([*sizes, *arguments_of(store)]), ""]
+    return "\n".join([*lines, *(f"auto       --bits {b}: {name}" for b, name in AUTO.items()), "", FORMAT_ARGUMENTS])
+
+
+def arguments_of(part: type) -> list[str]:
+    """The arguments that a name takes after a colon, with their defaults, in one text; none if there are none."""
+    known = [f"{key}={value}".lower() for key, value in arguments_and_defaults(part).items()]
+    return [", ".join(known)] if known else []
+
+
+def arguments_and_defaults(part: type) -> dict:
+    positional = ("is_key", "dim", "dtype", "device", "bits")  # what every store is told
+    return {p.name: p.default for p in inspect.signature(part).parameters.values() if p.name not in positional}
+
+
+FORMAT_ARGUMENTS = """\
+group      channels that share a scale
+solver     how the range of a group is found: minmax, mse (least squares) or hqq"""
 
 ARGUMENTS = """\
 sink       first tokens that always stay
@@ -1060,24 +1495,24 @@ def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
     return budget
 
 
-def parse_arguments(name: str, text: str) -> dict[str, int | float | str]:
-    """`key=value,..` with the types of the policy's defaults."""
-    known = {p.name: p.default for p in inspect.signature(POLICIES[name]).parameters.values()}
-    assert inspect.Parameter.empty not in known.values(), f"{name}: every argument of a policy needs a default"
+def parse_arguments(flag: str, name: str, part: type, text: str) -> dict[str, int | float | str]:
+    """`key=value,..` with the types of the part's defaults."""
+    known = arguments_and_defaults(part)
+    assert inspect.Parameter.empty not in known.values(), f"{name}: every argument needs a default"
     arguments = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
         if key in arguments:
-            raise SpecError(f"--cache {name}:{text}: {key} is given twice")
+            raise SpecError(f"{flag} {name}:{text}: {key} is given twice")
         if key not in known:
-            raise SpecError(f"--cache {name}:{item}: unknown key; {name} takes {', '.join(known) or 'none'}")
+            raise SpecError(f"{flag} {name}:{item}: unknown key; {name} takes {', '.join(known) or 'none'}")
         try:
             convert = {"true": True, "false": False}.__getitem__ if isinstance(known[key], bool) else type(known[key])
             arguments[key] = convert(value)
         except (ValueError, KeyError):
-            raise SpecError(f"--cache {name}:{item}: {key} takes a value like {str(known[key]).lower()}") from None
+            raise SpecError(f"{flag} {name}:{item}: {key} takes a value like {str(known[key]).lower()}") from None
         if not isinstance(arguments[key], str) and arguments[key] < 0:
-            raise SpecError(f"--cache {name}:{item}: {key} cannot be negative")
+            raise SpecError(f"{flag} {name}:{item}: {key} cannot be negative")
         if not isinstance(arguments[key], str) and not arguments[key] < 2**31:
-            raise SpecError(f"--cache {name}:{item}: {key} must be below 2^31")
+            raise SpecError(f"{flag} {name}:{item}: {key} must be below 2^31")
     return arguments

@@ -3,7 +3,7 @@
     python eval.py ppl --cache window,snapkv --budget 1.0,0.5,0.25 --bits 16,4
     python eval.py bench --cache full,pyramid --budget 0.125 --bits 16,4 --prompt-tokens 128,4096
 
-Every task runs a grid, cache x budget x bits, and begins with the full cache in the model's own precision.
+Every task runs a grid, cache x budget x bits, next to the full cache in the model's own precision.
 
     ppl        perplexity of text that is read through the compressed cache
     fidelity   how far the next token's distribution is from the full cache's
@@ -15,10 +15,11 @@ Every task runs a grid, cache x budget x bits, and begins with the full cache in
     map        which positions each layer kept of one prompt, as text or picture
     bench      speed and memory
 
-All but the last compare caches of equal memory: a budget is a part of what the full cache holds at the end, and a
-policy that appends what follows a prompt has that many slots less for the prompt. A prompt is read once for many
-caches, because they differ only in what they keep. Results are noted in --out as they come, and a run that was
-interrupted goes on from there.
+All but the last compare caches that hold the same number of tokens: a budget is a part of what the full cache holds at
+the end, and a policy that appends what follows a prompt has that many slots less for the prompt. A prompt is read once
+for many caches, because they differ only in what they keep. The first six note results in --out as they come, and a run
+that was interrupted goes on from there. Behind a mean, ± is the standard error of its difference to the full cache's on
+the same samples.
 
 Speed is measured in turns (A B A B ..), because a shared machine drifts; compare rows of one run, never two runs.
 The first row is what ratios refer to.
@@ -96,28 +97,35 @@ class Arm:
 
     cache: str
     budget: int | float | None
-    bits: int
+    bits: int | str
+    format: str = "auto"
 
     def __str__(self) -> str:
-        return " ".join([self.cache, *([] if self.budget is None else [f"{self.budget:g}"]), str(self.bits)])
+        return " ".join(part for part in named(self.key()) if part != "-")
+
+    def key(self) -> dict:
+        format = {} if self.format == "auto" else {"format": self.format}
+        return {"cache": self.cache, "budget": self.budget, "bits": self.bits, **format}
 
     def relative(self) -> caches.CacheSpec:
         """With a budget for the prompt alone, as in generate.py: what follows comes on top where a policy appends."""
-        return caches.build(self.cache, budget=self.budget, bits=self.bits)
+        return caches.build(self.cache, budget=self.budget, bits=self.bits, format=self.format)
 
     def spec(self, prompt: int, room: int) -> caches.CacheSpec:
         """For a prompt and `room` tokens after it, which are part of the budget."""
         if self.budget is None:
             return self.relative()
         slots = self.budget if isinstance(self.budget, int) else round(self.budget * (prompt + room))
-        policy = caches.build(self.cache, budget=1.0).policy()
+        policy = caches.build(self.cache, budget=1.0, bits=self.bits, format=self.format).policy()
         left = slots - room if policy.appends else slots
         if left < policy.least():
+            least = policy.least() + slots - left
+            held = f", {room} of them for what follows the prompt" if policy.appends else ""
             raise UsageError(
-                f"--budget {self.budget} with {self.cache}: {slots} slots, {slots - left} of them for what follows the "
-                f"prompt; give at least {policy.least() + slots - left} slots, or {room} fewer tokens to follow"
+                f"--budget {self.budget} with {self.cache}: {slots} slots{held}; give at least {least}"
+                + (", or fewer tokens to follow (--score, --answer)" if policy.appends else "")
             )
-        return caches.build(self.cache, budget=left, bits=self.bits)
+        return caches.build(self.cache, budget=left, bits=self.bits, format=self.format)
 
 
 class Together(nn.Module):
@@ -155,10 +163,7 @@ def install(model: Transformer, layers: list) -> None:
 def grid(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, task: str = "") -> list[dict]:
     """One dict for each arm, as printed by --json: means over all samples, and their standard errors."""
     task = task or args.task
-    samples, measure = (teacher_forced if task in ("ppl", "fidelity") else questions)(args, model, tokenizer, task)
-    for arm in args.arms:
-        for prompt, room in {(s.prompt, s.room) for s in samples}:
-            arm.spec(prompt, room)  # all that cannot be run is refused before anything is
+    samples, measure = prepared(args, model, tokenizer, task)
     log = Log(args, model, task, len(samples) * len(args.arms))
     found: dict[Arm, list[tuple[str, dict]]] = {arm: [] for arm in args.arms}
     for sample in samples:
@@ -173,25 +178,35 @@ def grid(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, tas
                 log.add(arm, sample.key, {**measure(sample, arm, logits), **holding(layers)})
         for arm in args.arms:
             found[arm].append((sample.place, log.find(arm, sample.key)))
-    progress("")
-    rows = []
+    log.close()
+    rows, full = [], [r for _, r in found[args.arms[0]]]
     for arm, results in found.items():
-        row = {"task": task, "cache": arm.cache, "budget": arm.budget, "bits": arm.bits, "samples": len(results)}
-        row["places"] = {}
+        row = {"task": task, **arm.key(), "samples": len(results), "places": {}}
         for name in dict.fromkeys(name for _, r in results for name in r):
             values = {place: [r[name] for p, r in results if p == place and name in r] for place, _ in results}
             means = {place: statistics.mean(v) for place, v in values.items() if v}
             row[name] = statistics.mean(means.values())
             if name not in ("kept", "evicted", "bytes"):
-                every = list(itertools.chain(*values.values()))
-                row[name + "_error"] = statistics.stdev(every) / len(every) ** 0.5 if len(every) > 1 else 0.0
+                apart = [r[name] - f[name] for (_, r), f in zip(results, full, strict=True) if name in r]
+                row[name + "_error"] = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None
                 if list(means) != [""]:
                     row["places"] |= {f"{place} {name}": mean for place, mean in means.items()}
         if "nll" in row:  # perplexity of the mean, not the mean of perplexities; its error to first order
             row["ppl"] = math.exp(row["nll"])
-            row["ppl_error"] = row["ppl"] * row["nll_error"]
+            row["ppl_error"] = row["nll_error"] and row["ppl"] * row["nll_error"]
         rows.append(row)
     return rows
+
+
+def prepared(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer, task: str) -> tuple[list, Callable]:
+    """Samples of a task, and what measures one: all that cannot be run is refused here, before anything is."""
+    samples, measure = (teacher_forced if task in ("ppl", "fidelity") else questions)(args, model, tokenizer, task)
+    for sample in samples:
+        sample.key["ids"] = f"{zlib.crc32(torch.tensor(sample.ids).numpy().tobytes()):08x}"
+    for arm in args.arms:
+        for prompt, room in {(s.prompt, s.room) for s in samples}:
+            arm.spec(prompt, room)
+    return samples, measure
 
 
 def holding(layers: list[caches.KVCache]) -> dict:
@@ -206,32 +221,50 @@ class Log:
 
     def __init__(self, args: argparse.Namespace, model: Transformer, task: str, total: int):
         self.out, self.total, self.fresh, self.began = args.out, total, 0, time.perf_counter()
-        self.identity = {"task": task, "checkpoint": args.checkpoint}
-        self.identity["dtype"] = str(model.norm.weight.dtype)[6:]
-        self.done = read_results(args.out)
+        weights = functools.reduce(lambda crc, p: zlib.crc32(as_bytes(p), crc), model.parameters(), 0)
+        self.identity = {"task": task, "checkpoint": args.checkpoint, "weights": f"{weights:08x}"}
+        self.identity |= {"dtype": str(model.norm.weight.dtype)[6:], "device": args.device.type}
+        self.done, self.whole = read_results(args.out)
         self.seen: set[str] = set()
+        self.used: Counter = Counter()
 
     def key(self, arm: Arm, sample: dict) -> dict:
-        return {**self.identity, "cache": arm.cache, "budget": arm.budget, "bits": arm.bits, **sample}
+        return {**self.identity, **arm.key(), **sample}
 
     def find(self, arm: Arm, sample: dict) -> dict | None:
         key = json.dumps(self.key(arm, sample), sort_keys=True)
+        if key in self.done and key not in self.seen:
+            self.used[self.done[key][1]] += 1
         self.seen.add(key)
-        return self.done.get(key)
+        return self.done[key][0] if key in self.done else None
 
     def add(self, arm: Arm, sample: dict, result: dict) -> None:
         key = self.key(arm, sample)
-        self.done[json.dumps(key, sort_keys=True)] = result
+        self.done[json.dumps(key, sort_keys=True)] = result, None
         self.fresh += 1
         if self.out:
-            with self.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "result": result, "with": versions()}) + "\n")
+            with self.out.open("ab") as file:
+                if self.whole is not None:
+                    file.truncate(self.whole)
+                    self.whole = None
+                file.write((json.dumps({"key": key, "result": result, "with": versions()}) + "\n").encode())
 
     def show(self, doing: str) -> None:
         left = self.total - sum(key in self.done for key in self.seen)
         spent = time.perf_counter() - self.began
         eta = f", about {spent / self.fresh * left:.0f} s to go" if self.fresh else ""
         progress(f"{doing}; {self.total - left} of {self.total}{eta}")
+
+    def close(self) -> None:
+        progress("")
+        for origin, n in self.used.items():
+            print(f"{self.identity['task']}: {n} results of an earlier run ({origin})", file=sys.stderr)
+
+
+def as_bytes(x: Tensor) -> bytes:
+    """Some of a tensor's bytes, from all over it: enough to tell checkpoints apart."""
+    part = x.flatten()[:: max(x.numel() // 1000, 1)].contiguous().cpu()
+    return part.view(torch.uint8).numpy().tobytes()
 
 
 @functools.cache
@@ -245,25 +278,28 @@ def versions() -> str:
     return f"commit {commit}, torch {torch.__version__}, Python {sys.version.split()[0]}"
 
 
-def read_results(path: Path | None) -> dict[str, dict]:
-    """What an earlier run noted. A last line that was cut off when it was killed is taken away."""
+def read_results(path: Path | None) -> tuple[dict[str, tuple[dict, str]], int | None]:
+    """Key -> result and what made it, of an earlier run; and how many bytes of the file are whole lines, where a last
+    one was cut off when that run was killed."""
     if path is None or not path.exists():
-        return {}
-    done, whole = {}, 0  # bytes of whole lines
-    for i, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
-        if not line.endswith("\n") and '{"key": '.startswith(line[:8]):
-            with path.open("r+b") as file:
-                file.truncate(whole)
-            break
+        return {}, None
+    done, whole, numbers = {}, 0, (int, float)
+    for i, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n") and b'{"key": {"task": '.startswith(line[:17]):
+            return done, whole
         try:
             record = json.loads(line)
-            done[json.dumps(record["key"], sort_keys=True)] = record["result"]
-        except (ValueError, KeyError, TypeError):
+            key, result = json.dumps(record["key"], sort_keys=True), record["result"]
+            good = {"bytes", "evicted"} <= set(result) or {"speed", "error"} == set(result)
+            if not (good and all(isinstance(value, numbers) for value in result.values())):
+                raise ValueError
+            done[key] = result, record.get("with", "unknown")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UsageError(
                 f"--out {path}: line {i} is not a result; give a file of an earlier run, or a new one"
             ) from None
-        whole += len(line.encode())
-    return done
+        whole += len(line)
+    return done, None
 
 
 @dataclass
@@ -350,7 +386,7 @@ def questions(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer
         split = next((j for j, (a, b) in enumerate(zip(ids, alone, strict=False)) if a != b), len(alone))
         if len(ids) + q.answer > positions:
             raise UsageError(
-                f"--length {q.key['length']}: makes {len(ids)} tokens and --answer {q.answer} more; "
+                f"{task} --length {q.key['length']}: makes {len(ids)} tokens and --answer {q.answer} more; "
                 f"the model has {positions} positions"
             )
         for protocol in args.protocol:
@@ -406,7 +442,7 @@ def fitted(q: Question, wrap: Callable[[str], list[int]], tokenizer: Tokenizer, 
 def hidden(args: argparse.Namespace, tokenizer: Tokenizer, task: str) -> Iterator[Question]:
     """Questions about what is hidden in Python's manual."""
     filler, end = tokenizer.encode(sample_text()), "" if tokenizer.has_chat_template else "\nAnswer:"
-    places, answer = (args.depth, 16) if task == "needle" else (RULER, 48)
+    places = args.depth if task == "needle" else RULER
     for length, place, i in itertools.product(args.length, places, range(args.samples)):
         draw = random.Random(f"{args.seed} {length} {place} {i}")
         first = draw.randrange(max(len(filler) - length, 1))
@@ -418,8 +454,9 @@ def hidden(args: argparse.Namespace, tokenizer: Tokenizer, task: str) -> Iterato
         else:
             context, question, answers = RULER[place](draw, lines, length)
             score = functools.partial(recall, answers=answers)
-        place = f"{length} {place}" if task == "needle" else place
-        yield Question(context, question + end, score, args.answer or answer, place, key)
+        answer = args.answer or (16 if task == "needle" else 120 if place == "common" else 48)
+        place = f"{length} {place}" if task == "needle" or len(args.length) > 1 else place
+        yield Question(context, question + end, score, answer, place, key)
 
 
 def exact(text: str, answers: list[str]) -> float:
@@ -453,6 +490,7 @@ def lockers(draw: random.Random, lines: list[str], others: int, values: int, ask
 
 def variables(draw: random.Random, lines: list[str], length: int) -> tuple[str, str, list[str]]:
     """RULER's variable tracking: a chain of five names for one value, and another chain that leads elsewhere."""
+    lines += [""] * (5 - len(lines))  # a place for each
     names = draw.sample([f"{a}{b}{c}" for a, b, c in itertools.product("BCDFGHJK", "AEIOU", "LMNPRSTV")], 10)
     value, other = draw.sample(range(10000, 99999), 2)
     chains = [
@@ -486,7 +524,7 @@ def frequent_words(draw: random.Random, lines: list[str], length: int) -> tuple[
     coined = ["".join(draw.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(6)) for _ in range(60)]
     weights = [1 / (n + 1) ** 2 for n in range(60)]
     listed = draw.choices(coined, weights, k=max(length // 4, 20))
-    ranked = sorted(set(listed), key=lambda w: -listed.count(w))
+    ranked = sorted(set(listed), key=lambda w: (-listed.count(w), w))
     return (
         "Here is a text in an unknown language.\n\n" + " ".join(listed),
         "\n\nWhich three words come most often in it?",
@@ -523,20 +561,27 @@ def longbench(args: argparse.Namespace) -> Iterator[Question]:
     for name, (where, lines) in tasks.items():
         answer, metric, chat, before, after = LONGBENCH[name]
         lines = [line for line in lines if line.strip()]
+        if not lines:
+            raise UsageError(f"--data {where}: has no rows; get it again, or take it away")
         chosen = lines[: args.samples]
         print(f"  {name}: {len(chosen)} of {len(lines)} rows", file=sys.stderr)
         for i, line in enumerate(chosen):
             try:
                 row = json.loads(line)
                 context, asked, answers, classes = (row[k] for k in ("context", "input", "answers", "all_classes"))
+                if not (isinstance(answers, list) and answers and all(isinstance(text, str) for text in answers)):
+                    raise TypeError("answers is not a list of texts")
+                if metric is classified and not set(answers) <= set(classes):
+                    raise ValueError("an answer that is none of all_classes")
                 for reference in answers:
-                    metric("", reference, classes)  # what cannot be scored is refused now, not after the answer
+                    metric("0", reference, classes)  # what cannot be scored is refused now, not after the answer
                 score = functools.partial(official, metric=metric, answers=answers, classes=classes, name=name)
                 key = {"place": name, "row": zlib.crc32(line.encode()), "length": args.length[0]}
                 tokens, question = args.answer or answer, after.replace("{input}", asked)
                 q = Question(before + context, question, score, tokens, name, key, chat, cut=True)
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UsageError(f"--data {where}: row {i + 1} is not LongBench's ({error!r})") from None
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                raise UsageError(f"--data {where}: row {i + 1} is not LongBench's ({reason})") from None
             yield q
 
 
@@ -563,7 +608,7 @@ def longbench_files(data: Path | None) -> dict[str, tuple[str, list[str]]]:
             for name, path in itertools.product(LONGBENCH, (data, data / "data")):
                 if (file := path / f"{name}.jsonl").exists():
                     found[name] = str(file), file.read_text(encoding="utf-8").split("\n")
-    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+    except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, UnicodeDecodeError) as error:
         raise UsageError(f"--data {data}: cannot be read ({error})") from None
     if not found:
         names = ", ".join(f"{name}.jsonl" for name in LONGBENCH)
@@ -640,7 +685,7 @@ def code_similarity(text: str, answer: str, classes=None) -> float:
     """Edit similarity of the first line that is code, in hundredths, as the package `fuzzywuzzy` rounds it."""
     lines = text.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100 if line and answer else 0.0
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
 BRIEFLY = "Answer with a single phrase where possible, as short as you can, and explain nothing. "
@@ -715,7 +760,7 @@ def look(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> 
         model.setup_caches(spec, 1, len(ids))
         layers, health = [layer.attention.cache for layer in model.layers], Health(model)
         model.prefill(torch.tensor([ids], device=args.device))
-        row = {"cache": arm.cache, "budget": arm.budget, "bits": arm.bits, **holding(layers)}
+        row = {**arm.key(), **holding(layers)}
         if args.task == "health":
             row["layers"] = health.data()
         else:
@@ -796,34 +841,45 @@ def grid_lines(rows: list[dict]) -> list[str]:
         if r["evicted"] == 0 and r["budget"] not in (None, 1):
             evicted = "NONE"  # a policy that never fired has proved nothing
         sizes = [f"{r['kept']:,.0f}", evicted, f"{r['bytes'] / 1e6:.2f}"]
-        values = [f"{r[m]:.4f} ± {r[m + '_error']:.4f}" for m in measures]
+        values = [f"{r[m]:.4f}" + (f" ± {e:.4f}" if (e := r[m + "_error"]) else "         ") for m in measures]
         lines.append([*named(r), *sizes, *values, *(f"{r['places'][p]:.2f}" for p in places)])
     return aligned(lines)
 
 
 def named(row: dict) -> list[str]:
-    return [row["cache"], "-" if row["budget"] is None else f"{row['budget']:g}", str(row["bits"])]
+    bits = f"{row['format']} {row['bits']}" if "format" in row else str(row["bits"])
+    return [row["cache"], "-" if row["budget"] is None else str(row["budget"]), bits]
 
 
 def plot_grid(rows: list[dict], path: Path) -> None:
     """Every measure against the memory that it took: a colour for each policy, a kind of line for each width."""
     measures = [name[:-6] for name in rows[0] if name.endswith("_error") and name != "nll_error"]
-    figure, axes = panels(-(-len(measures) // 4), min(len(measures), 4))
-    policies, widths = (list(dict.fromkeys(r[name] for r in rows[1:])) for name in ("cache", "bits"))
-    for axis, name in zip(itertools.chain(*axes), measures, strict=False):
+    columns = min(len(measures) + 1, 4)  # and a place for the legend
+    figure, axes = panels(-(-(len(measures) + 1) // columns), columns)
+    axes = list(itertools.chain(*axes))
+    policies, forms = (list(dict.fromkeys(named(r)[i] for r in rows[1:])) for i in (0, 2))
+    for axis, name in zip(axes, measures, strict=False):
         axis.axhline(rows[0][name], color="black", linewidth=0.8)
-        for (i, cache), (j, bits) in itertools.product(enumerate(policies), enumerate(widths)):
+        for (i, cache), (j, form) in itertools.product(
+            enumerate(policies), enumerate(sorted(forms, reverse="16" in forms))
+        ):
             line = sorted(
-                (r["bytes"] / 1e6, r[name], r[name + "_error"])
-                for r in rows[1:]
-                if (r["cache"], r["bits"]) == (cache, bits)
+                (r["bytes"] / 1e6, r[name], r[name + "_error"] or 0) for r in rows[1:] if named(r)[::2] == [cache, form]
             )
             if line:
                 x, y, error = zip(*line, strict=True)
-                style = {"color": f"C{i}", "linestyle": ("-", "--", ":", "-.")[j % 4], "label": f"{cache} {bits}"}
+                style = {"color": f"C{i}", "linestyle": ("-", "--", ":", "-.")[j % 4], "label": f"{cache} {form}"}
                 axis.errorbar(x, y, error, marker="o", markersize=3, linewidth=1, elinewidth=0.4, **style)
-        axis.set(xlabel="cache, MB", ylabel=name, xscale="log", yscale="log" if name in ("kl", "ppl") else "linear")
-    axes[0][-1].legend(fontsize="xx-small", ncols=-(-len(policies) * len(widths) // 20))
+        axis.set(xlabel="cache, MB", ylabel=name, xscale="log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
+        if name == "kl":
+            axis.set_yscale("symlog", linthresh=1e-3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    if handles:
+        axes[len(measures)].legend(handles, labels, fontsize="x-small", loc="upper left", ncols=-(-len(labels) // 16))
+    for axis in axes[len(measures) :]:
+        axis.axis("off")
     save(figure, path)
 
 
@@ -837,6 +893,8 @@ def plot_needle(rows: list[dict], path: Path) -> None:
             image = [[r["places"][f"{length} {depth} {protocol}"] for length in lengths] for depth in depths]
             axis.imshow(image, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1)
             axis.set_title(f"{' '.join(named(r))}\nquestion {protocol}", fontsize="small")
+            for (y, line_of), x in itertools.product(enumerate(image), range(len(lengths))):
+                axis.text(x, y, f"{line_of[x]:.2g}", ha="center", va="center", fontsize="x-small")
             axis.set_xticks(range(len(lengths)), lengths)
             axis.set_yticks(range(len(depths)), depths)
             axis.set(xlabel="tokens", ylabel="depth")
@@ -1047,8 +1105,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def progress(text: str) -> None:
-    print(text.ljust(79), end="\r", file=sys.stderr)
+def progress(text: str, said: list[float] = [-60.0]) -> None:  # noqa: B006  when it was said last
+    """One line that is written over, on a terminal; elsewhere, such as in a file, a line every minute."""
+    if sys.stderr.isatty():
+        print(text.ljust(79), end="\r", file=sys.stderr)
+    elif text and time.perf_counter() - said[0] > 60:
+        said[0] = time.perf_counter()
+        print(text, file=sys.stderr)
 
 
 def bench_lines(rows: list[dict]) -> list[str]:
@@ -1135,45 +1198,47 @@ def table(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) ->
             f"--context {args.context} and {timed} measured steps (--steps, --rounds) are more than the model's "
             f"{model.args.max_seq_len} positions"
         )
+    for arm in args.arms:
+        arm.spec(args.context, timed)
+    for task in ("needle", "ruler"):
+        prepared(args, model, tokenizer, task)
     rows = grid(args, model, tokenizer, "fidelity")
     for row in rows:
         row["task"] = "table"
-        del row["top1"], row["top1_error"], row["gap"], row["gap_error"], row["nll"], row["nll_error"]
+        for name in ("top1", "gap", "nll"):
+            del row[name], row[name + "_error"]
     for task in ("needle", "ruler"):
         for row, other in zip(rows, grid(args, model, tokenizer, task), strict=True):
             row["places"] |= {f"{task} {place}": mean for place, mean in other["places"].items()}
             for protocol in args.protocol:
                 row |= {f"{task} {protocol}{end}": other[protocol + end] for end in ("", "_error")}
-    for row, (ratio, error) in zip(rows, speeds(args, model, tokenizer), strict=True):
-        row |= {"speed": ratio, "speed_error": error}
+    for row, result in zip(rows, speeds(args, model, tokenizer), strict=True):
+        row |= {"speed": result["speed"], "speed_error": result["error"] or None}
     return rows
 
 
-def speeds(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> Iterator[tuple[float, float]]:
+def speeds(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
     """Of every arm, the speed of decoding after --context tokens relative to the full cache's, in turns with it: the
     median of turns, and its standard error."""
-    (_, ids), room = text_of(args, tokenizer), args.steps * (args.rounds + 1)
-    log, sample = (
-        Log(args, model, "speed", len(args.arms)),
-        {"context": args.context, "threads": torch.get_num_threads()},
-    )
-    todo = [arm for arm in args.arms if log.find(arm, sample) is None]
+    ids, room = text_of(args, tokenizer)[1][: args.context], args.steps * (args.rounds + 1)
+    conditions = {"context": args.context, "steps": args.steps, "rounds": args.rounds, "compiled": model.compiled}
+    conditions["threads"] = torch.get_num_threads()
+    log, full = Log(args, model, "speed", len(args.arms) - 1), args.arms[0]
+    todo = [arm for arm in args.arms[1:] if log.find(arm, conditions) is None]
     for some in batched(todo, args.together):
         log.show(f"speed: {len(some)} caches read {args.context} tokens")
-        arms = [args.arms[0], *some]
-        specs = [arm.spec(args.context, room) for arm in arms]
-        runs = []
-        for arm, layers in zip(arms, read_together(model, ids[: args.context], room, specs)[0], strict=True):
-            runs.append(Run(model, str(arm), None, 1, args.context))
-            runs[-1].layers, runs[-1].step = layers, DecodeStep(model)
-            steps(runs[-1], args.context, args.steps, args.device)
+        runs = [Run(model, str(arm), arm.spec(args.context, room), 1, args.context) for arm in [full, *some]]
+        for run, layers in zip(runs, read_together(model, ids, room, [run.spec for run in runs])[0], strict=True):
+            run.layers, run.step = layers, DecodeStep(model)
+            steps(run, args.context, args.steps, args.device)
         take_turns(runs, args)
         turns = [[statistics.median(turn) for turn in batched(run.step_ms, args.steps)] for run in runs]
         for arm, mine in zip(some, turns[1:], strict=True):
-            ratios = [full / ms for full, ms in zip(turns[0], mine, strict=True)]
+            ratios = [usual / ms for usual, ms in zip(turns[0], mine, strict=True)]
             error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-            log.add(arm, sample, {"speed": statistics.median(ratios), "error": error})
-    return [tuple(log.find(arm, sample).values()) for arm in args.arms]
+            log.add(arm, conditions, {"speed": statistics.median(ratios), "error": error})
+    log.close()
+    return [{"speed": 1.0, "error": 0.0}, *(log.find(arm, conditions) for arm in args.arms[1:])]
 
 
 def batched(items: list, n: int) -> list[list]:
@@ -1213,6 +1278,11 @@ def cache_names(text: str) -> list[str]:
     return re.split(r",(?![^,:]*=)", text)
 
 
+def widths(text: str) -> list[int | str]:
+    """Bits by commas; that between k= and v= is not one of those."""
+    return [int(item) if item.isdecimal() else item for item in re.split(r",(?!v=)", text)]
+
+
 TASKS = {  # what runs, what prints its rows, what draws them
     "ppl": (grid, grid_lines, plot_grid),
     "fidelity": (grid, grid_lines, plot_grid),
@@ -1228,56 +1298,83 @@ TASKS = {  # what runs, what prints its rows, what draws them
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     def listed(kind):
-        return lambda text: [kind(item) for item in text.split(",")]
+        def items(text: str) -> list:
+            return list(dict.fromkeys(kind(item) for item in text.split(",")))
+
+        items.__name__ = "list of numbers"  # what argparse calls it
+        return items
 
     p = Parser(prog="eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("task", choices=list(TASKS))
-    p.add_argument("--checkpoint", default="smollm2")
-    p.add_argument("--cache", type=cache_names, default=["pyramid"], help="policies, by commas")
+    p.add_argument("--checkpoint", default="smollm2", help="smollm2, a Hub id, a directory or a .gguf file")
+    p.add_argument(
+        "--cache", type=cache_names, default=["pyramid"], help="policies, by commas (pyramid); help explains"
+    )
     p.add_argument("--budget", type=listed(number), help="slots or fractions, by commas (1.0,0.5,0.25; for bench 0.2)")
-    p.add_argument("--bits", type=listed(int), help="16, 8, 4, 2, by commas (16,4; for map 16)")
+    p.add_argument("--bits", type=widths, help="16, 8, 4, 2 or k=4,v=2, by commas (16,4; for map 16)")
+    p.add_argument(
+        "--format", nargs="+", default=["auto"], help="int, nvfp4, .., one or more; generate.py explains them"
+    )
     p.add_argument("--threads", type=int, help="CPU threads")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model")
     p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     g = p.add_argument_group("ppl, fidelity, needle, ruler, longbench, table")
     g.add_argument("--out", type=Path, help="JSONL to which every result is added; what is there is not done again")
     g.add_argument(
         "--together", type=int, default=32, help="how many caches read a prompt at once; 1 takes least memory"
     )
-    g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the decode step (yes)")
     g = p.add_argument_group("ppl, fidelity, needle, ruler, longbench, table, health, map")
     g.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table (needs matplotlib)")
     g = p.add_argument_group("ppl, fidelity, table, health, map")
-    g.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="instead of Python's manual")
-    g.add_argument("--context", type=int, default=3500, help="tokens that are compressed")
+    g.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="instead of Python's manual, which needle and ruler always use",
+    )
+    g.add_argument("--context", type=int, default=3500, help="tokens that are compressed (3500)")
     g = p.add_argument_group("ppl, fidelity, table")
-    g.add_argument("--score", type=int, default=128, help="tokens that are then read one by one")
-    g.add_argument("--windows", type=int, default=4, help="pieces of text, one after the other")
+    g.add_argument("--score", type=int, default=128, help="tokens that are then read one by one (128)")
+    g.add_argument("--windows", type=int, default=4, help="pieces of text, one after the other (4)")
     g = p.add_argument_group("needle, ruler, longbench, table")
     g.add_argument("--length", type=listed(int), help="tokens of text, by commas (1000,3500); longbench: what fits")
     g.add_argument("--protocol", type=listed(str), help="where the question stands: inside,after; longbench: inside")
     g.add_argument("--samples", type=int, help="for each length and place (2); for each task of longbench (all)")
-    g.add_argument("--answer", type=int, help="tokens of an answer (needle 16, ruler 48, longbench its own)")
+    g.add_argument(
+        "--answer", type=int, help="tokens of an answer (needle 16, ruler 48, its common words 120, longbench its own)"
+    )
     g = p.add_argument_group("needle, ruler, table")
-    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
     g = p.add_argument_group("needle, table")
-    g.add_argument("--depth", type=listed(float), default=[0.1, 0.5, 0.9], help="where, 0 to 1, by commas")
+    g.add_argument(
+        "--depth", type=listed(float), default=[0.1, 0.5, 0.9], help="where, 0 to 1, by commas (0.1,0.5,0.9)"
+    )
     g = p.add_argument_group("longbench")
     g.add_argument("--data", type=Path, help="directory or zip with its JSONL files; without it, from the Hub")
     g = p.add_argument_group("bench")
-    g.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas")
-    g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas")
-    g.add_argument("--prefills", type=int, default=1, help="how often every prompt is read")
+    g.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas (128,4096)")
+    g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas (1)")
+    g.add_argument("--prefills", type=int, default=1, help="how often every prompt is read (1)")
     g.add_argument("--vs", choices=["transformers"], help="also its caches, with the same weights")
     g = p.add_argument_group("bench, table")
-    g.add_argument("--steps", type=int, default=15, help="decode steps a turn")
-    g.add_argument("--rounds", type=int, default=8, help="turns of every row")
+    g.add_argument("--steps", type=int, default=15, help="decode steps a turn (15)")
+    g.add_argument("--rounds", type=int, default=8, help="turns of every row (8)")
     args = p.parse_args(argv)
+    for flag, text in {"cache": caches.describe, "format": caches.describe_formats}.items():
+        if getattr(args, flag) == ["help"]:
+            print(text())
+            p.exit()
     for group in p._action_groups[2:]:  # none is silently ignored
         for action in group._group_actions:
             if args.task not in group.title.split(", ") and getattr(args, action.dest) != action.default:
-                raise UsageError(f"{action.option_strings[0]}: only for {group.title}, not for {args.task}")
+                flag = action.option_strings[getattr(args, action.dest) is False and -1]  # --no-compile, if that
+                raise UsageError(f"{flag}: only for {group.title}, not for {args.task}")
+    if args.budget is not None and set(args.cache) == {"full"}:
+        raise UsageError(f"--budget {','.join(map(str, args.budget))}: full keeps every token; name another --cache")
     defaults = {"budget": [0.2] if args.task == "bench" else [1.0, 0.5, 0.25], "samples": 2}
     defaults |= {
         "bits": [16] if args.task == "map" else [16, 4],
@@ -1285,7 +1382,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "protocol": ["inside", "after"],
     }
     if args.task == "longbench":
-        defaults |= {"length": [0], "protocol": ["inside"], "samples": None}
+        defaults |= {"length": [None], "protocol": ["inside"], "samples": None}
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -1293,7 +1390,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if isinstance(value, int) and not isinstance(value, bool) and value < 1 and name != "seed":
             raise UsageError(f"--{name} {value}: give 1 or more")
     for name in ("prompt_tokens", "length", "batch"):
-        if (least := min(getattr(args, name))) < 1 and getattr(args, name) != defaults.get(name):
+        if getattr(args, name) != [None] and (least := min(getattr(args, name))) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {least}: give 1 or more")
     if args.task == "longbench" and len(args.length) > 1:
         raise UsageError(f"--length {','.join(map(str, args.length))}: give one, the most tokens of a prompt")
@@ -1305,6 +1402,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UsageError(f"--protocol {protocol}: choose inside, after or both by a comma")
     if args.out:
         check_writable(args.out, "--out")
+        if args.out.exists() and not args.out.is_file():
+            raise UsageError(f"--out {args.out}: is no regular file; give a name for one")
         read_results(args.out)
     if args.plot:
         check_writable(args.plot, "--plot")
@@ -1316,9 +1415,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError("--vs transformers: it is not installed; pip install transformers, or drop --vs")
     args.device = pick_device(args.device)
     args.arms = [Arm("full", None, 16)]
-    for name, bits in itertools.product(args.cache, args.bits):
+    for name, form, bits in itertools.product(args.cache, args.format, args.bits):
+        if form in caches.FORMATS and bits not in (offered := caches.FORMATS[form].widths):
+            if not set(offered) & set(args.bits):
+                raise UsageError(f"--format {form}: has {', '.join(map(str, offered))} bits, none of --bits")
+            continue
         for budget in [None] if name == "full" else args.budget:
-            arm = Arm(name, budget, bits)
+            arm = Arm(name, budget, bits, form)
             arm.relative()  # what is wrong with it is said before a model is loaded
             if arm not in args.arms:
                 args.arms.append(arm)

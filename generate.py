@@ -364,7 +364,7 @@ class Report:
             "token_ids": self.token_ids,
             "cache": {
                 "policy": args.spec.name,
-                "format": args.spec.format if args.spec.bits < 16 else str(layers[0].k_store.dtype).split(".")[1],
+                "format": args.spec.format.replace("float", str(layers[0].k_store.dtype)[6:]),
                 "bits": args.spec.bits,
                 "layout": args.spec.layout,
                 "slots_per_layer": [c.slot_pos.shape[2] for c in layers],
@@ -399,7 +399,7 @@ class Report:
         lines = [
             f"tokens   {data['prompt_tokens']:,} prompt + {data['new_tokens']:,} new; per layer {kept:,.0f} kept, "
             f"{evicted:,.0f} evicted; {slots} slots{heads}",
-            f"cache    {c['policy']}, {c['format']}{f' {n} bits' if (n := c['bits']) < 16 else ''}: "
+            f"cache    {c['policy']}, {c['format']}{f' {n} bits' if (n := c['bits']) != 16 else ''}: "
             f"{c['bytes'] / 1e6:,.2f} MB; full bf16 cache "
             f"{c['full_bytes'] / 1e6:,.2f} MB; ratio {c['bytes'] / c['full_bytes']:.3f}",
             f"speed    prefill {show(t['prefill_tok_s'], 'tok/s')}; decode {show(t['decode_tok_s'], 'tok/s')}, "
@@ -420,9 +420,9 @@ def health_line(layers: list[dict]) -> str:
     worst = min(range(len(layers)), key=lambda i: layers[i]["lowest"])
     first, last = min(r["span"][0] for r in layers), max(r["span"][1] for r in layers)
     return (
-        f"health   {kept:.1%} of attention kept, in the worst head {layers[worst]['lowest']:.1%} (layer {worst}); "
-        f"sinks {sinks:.0%}; positions {first:,}-{last:,}, longest gap {max(r['longest_gap'] for r in layers):,}; "
-        f"error of keys {keys:.2%}, of values {values:.2%}"
+        f"health   {kept:.1%} of the prompt's attention kept, in the worst head {layers[worst]['lowest']:.1%} (layer "
+        f"{worst}); sinks {sinks:.0%}; positions {first:,}-{last:,}, longest gap "
+        f"{max(r['longest_gap'] for r in layers):,}; error of keys {keys:.2%}, of values {values:.2%}"
     )
 
 
@@ -625,8 +625,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--cache", default="full", metavar="NAME[:k=v,..]", help=", ".join(caches.POLICIES) + "; help explains them"
     )
     p.add_argument("--budget", type=number, help="slots per KV head, or fraction of the prompt: 0.2 (default), 1.0")
-    p.add_argument("--bits", type=int, default=16, help="16, 8, 4 or 2 per element of the cache")
-    p.add_argument("--format", default="auto", help="auto, " + ", ".join(caches.FORMATS))
+    p.add_argument("--bits", help="16 (default), 8, 4 or 2 per element of the cache; keys and values apart: k=4,v=2")
+    p.add_argument(
+        "--format",
+        default="auto",
+        metavar="NAME[:k=v,..]",
+        help="auto, " + ", ".join(caches.FORMATS) + "; help explains",
+    )
     p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
     p.add_argument("--max-new-tokens", type=int, default=200)
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -642,6 +647,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.cache == "help":
         print(caches.describe())
+        p.exit()
+    if args.format == "help":
+        print(caches.describe_formats())
         p.exit()
     args.spec = caches.build(args.cache, budget=args.budget, bits=args.bits, format=args.format, residual=args.residual)
     args.device = pick_device(args.device)

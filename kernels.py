@@ -23,6 +23,7 @@ Shapes: B sequences, H KV heads, G query heads per KV head, T tokens, S slots, D
 import collections
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -173,6 +174,47 @@ def turned(x: Tensor, by: Tensor, frequencies: Tensor) -> Tensor:
     return apply_rope(x, rotary(by[:, None, None], frequencies))
 
 
+def between(x: Tensor, low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..,g] in a range [..] -> codes 0 to top, their scale and zero in fp16; what lies outside is clipped.
+
+    The codes are for scale and zero as they are stored: rounding those first costs no accuracy later.
+    """
+    scale, zero = ((high - low) / top).clamp(max=65504).half(), low.clamp(-65504, 65504).half()
+    step = torch.where(scale > 0, scale, 1).float()  # a constant group is its minimum
+    return ((x - zero.float()[..., None]) / step[..., None]).round().clamp(0, top), scale, zero
+
+
+def minmax(x: Tensor, low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The range of numbers x [..,g] that lie from low to high [..]: all of it."""
+    return low, high
+
+
+def mse(x: Tensor, low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Of ranges from all of it to 60 % of it, the one with the least squared error, group by group."""
+    best, least = (low, high), torch.full_like(low, float("inf"))
+    for cut in (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2):
+        tried = low + cut * (high - low), high - cut * (high - low)
+        codes, scale, zero = between(x, *tried, top)
+        error = (codes * scale.float()[..., None] + zero.float()[..., None] - x).square().sum(-1)
+        best = [torch.where(error < least, new, old) for new, old in zip(tried, best, strict=True)]
+        least = torch.minimum(error, least)
+    return tuple(best)
+
+
+def hqq(x: Tensor, low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """A range as wide, but where HQQ's half-quadratic steps move it: they make the errors sparse (p 0.7, beta 10)."""
+    step = ((high - low) / top).clamp(min=1e-8)[..., None]
+    zero, best, least = low, low, torch.full_like(low, float("inf"))
+    for _ in range(20):
+        steps = ((x - zero[..., None]) / step).round().clamp(0, top) * step
+        off = x - steps - zero[..., None]
+        error = off.abs().mean(-1)
+        best, least = torch.where(error < least, zero, best), torch.minimum(error, least)
+        sparse = off.sign() * (off.abs() - off.abs().clamp(min=1e-4) ** -0.3 / 10).clamp(min=0)
+        zero = (x - sparse - steps).mean(-1)
+    return best, best + (high - low)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Integers below 2^bits [..,g] -> uint8 [..,g*bits/8]; field j of byte c is element j*(g*bits/8) + c.
 
@@ -184,58 +226,83 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> list[Tensor]:
-    """The inverse of `pack`, as its 8/bits planes, float32. Widened first: vectors of bytes have no cheap shift."""
-    if bits == 8:
-        return [packed.float()]
+    """The inverse of `pack`, as its 8/bits planes of int32. Widened first: vectors of bytes have no cheap shift."""
     wide = packed.int()
-    low = [((wide >> (bits * j)) & (2**bits - 1)).float() for j in range(8 // bits - 1)]
-    return [*low, (wide >> (8 - bits)).float()]
+    last = 8 // bits - 1
+    return [*((wide >> (bits * j)) & (2**bits - 1) for j in range(last)), wide >> (bits * last)]
 
 
-def dot(q: Tensor, parts: tuple[Tensor, ...], live: Tensor, bits: int = 16, group: int = 0) -> Tensor:
-    """q . k for every slot. q [B,H,G,D] float32, live bool [B,H,S], S <= n*C -> [B,H,G,n*C] float32, -inf if not live.
+def e2m1(x: Tensor) -> Tensor:
+    """float32 -> codes of E2M1, sign and 0 0.5 1 1.5 2 3 4 6: to the nearest, halfway to the even code, at most 6."""
+    size = x.abs()
+    up = [size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5]
+    return functools.reduce(torch.add, [u.int() for u in up]) + 8 * (x < 0).int()
 
-    parts, 16 bits and more: (k [B,H,n,D,C],); fewer: (codes [B,H,n,D*bits/8,C], scale and zero [B,H,n,2*D/group,C]),
-    with k = code * scale + zero. The scale is taken out of the sum over a group, and zero meets the sum of q's group:
-    the inner loop only unpacks and multiplies. The G heads are unrolled so that one unpacking serves them all.
+
+def minifloat(code: Tensor, exponent: int, mantissa: int) -> Tensor:
+    """Floats of a sign, `exponent` and `mantissa` bits, subnormals included, from their codes int32 -> float32.
+
+    The bits go where a float32 has them, under an exponent that keeps them normal: x = 2^e (1 + m). A subnormal, e = 0,
+    is worth 2 m = 2 x - 2, all others x, and that is always the smaller one. (A subnormal float32 would be slow.)
     """
-    n, chunk = parts[0].shape[2], parts[0].shape[4]
+    sign = 1.0 - 2.0 * (code >> (exponent + mantissa))
+    size = code & (2 ** (exponent + mantissa) - 1)
+    x = ((size << (23 - mantissa)) + (127 << 23)).view(torch.float32)
+    return torch.minimum(2 * x - 2, x) * sign * 2.0 ** (1 - 2 ** (exponent - 1))
+
+
+def dot(
+    q: Tensor, planes: list[Tensor], live: Tensor, scale: Tensor | None = None, zero: Tensor | None = None
+) -> Tensor:
+    """q . k for every slot. q [B,H,G,D] float32, or [B,H,G,n,D] if each chunk has its own, live bool [B,H,S], S <= n*C
+    -> [B,H,G,n*C] float32, -inf where not live.
+
+    k is number * scale + zero. Numbers come as they are packed, U units of channels in P planes [B,H,n,U,c,C]: plane j
+    has the j-th c of every unit. scale and zero [B,H,n,U*r,C] are for r groups of each. The scale is taken out of the
+    sum over a group, and zero meets the sum of q's group: the inner loop only unpacks and multiplies. The G heads are
+    unrolled so that one unpacking serves all.
+    """
+    n, U, chunk = planes[0].shape[2], planes[0].shape[3], planes[0].shape[5]
     dead = ~F.pad(live, (0, n * chunk - live.shape[2]))  # chunks are whole, S need not be
-    if bits >= 16:
-        k = parts[0].float()
-        score = [(q[:, :, g, None, :, None] * k).sum(-2).flatten(2) for g in range(q.shape[2])]
-        return torch.stack([s.masked_fill(dead, float("-inf")) for s in score], 2)
-    scale, zero = parts[1].chunk(2, 3)  # each [B,H,n,D/group,C]
-    planes = unpack(parts[0].unflatten(3, (-1, group * bits // 8)), bits)  # each [B,H,n,D/group,group*bits/8,C]
-    q = q.unflatten(-1, (-1, 8 // bits, group * bits // 8))  # [B,H,G,D/group,plane,channel]
-    total = q.sum((-2, -1))[:, :, :, None, :, None]  # [B,H,G,1,D/group,1]
+    r = 1 if scale is None else scale.shape[3] // U
+    step = len(planes) // r  # planes of a group
+    scale, zero = (x if x is None else x.unflatten(3, (U, r)) for x in (scale, zero))
+    q = (q.unsqueeze(3) if q.dim() == 4 else q).unflatten(-1, (U, r, step, -1))  # [B,H,G,1 or n,U,r,plane,channel]
+    total = q.sum((-2, -1))[..., None]  # [B,H,G,1 or n,U,r,1]
     score = []
-    for g in range(q.shape[2]):
-        qg = q[:, :, g, None, ..., None]  # [B,H,1,D/group,plane,channel,1]
-        inner = functools.reduce(torch.add, [qg[:, :, :, :, j] * plane for j, plane in enumerate(planes)]).sum(-2)
-        score.append((inner * scale + total[:, :, g] * zero).sum(-2).flatten(2))
+    for g, i in itertools.product(range(q.shape[2]), range(r)):
+        qg = q[:, :, g, :, :, i, ..., None]  # [B,H,1 or n,U,plane,channel,1]
+        own = enumerate(planes[i * step : (i + 1) * step])
+        inner = functools.reduce(torch.add, [qg[:, :, :, :, j] * plane for j, plane in own]).sum(-2)  # [B,H,n,U,C]
+        inner = inner if scale is None else inner * scale[:, :, :, :, i]
+        inner = inner if zero is None else inner + total[:, :, g, :, :, i] * zero[:, :, :, :, i]
+        score.append(inner.sum(-2).flatten(2))
+    score = [functools.reduce(torch.add, score[g : g + r]) for g in range(0, len(score), r)]
     return torch.stack([s.masked_fill(dead, float("-inf")) for s in score], 2)
 
 
-def mix(p: Tensor, parts: tuple[Tensor, ...], bits: int = 16, group: int = 0) -> Tensor:
+def mix(p: Tensor, planes: list[Tensor], scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:
     """sum of p . v over the slots. p [B,H,G,n*C] float32 -> [B,H,G,D] float32.
 
-    parts, 16 bits and more: (v [B,H,n,C,D],); fewer: (codes [B,H,n,C,D*bits/8], scale and zero [B,H,n,2*D/group,C]).
-    Sums run down a chunk first, then over chunks: the partial results of a chunk stay in registers.
+    v as k in `dot`, but for planes [B,H,n,C,U,c]. Sums run down a chunk first, then over chunks: the partial results
+    of a chunk stay in registers.
     """
-    heads, chunk = p.shape[2], parts[0].shape[3]
+    heads, chunk, U = p.shape[2], planes[0].shape[3], planes[0].shape[4]
+    r = 1 if scale is None else scale.shape[3] // U
     p = p.unflatten(-1, (-1, chunk))  # [B,H,G,n,C]
-    if bits >= 16:
-        v = parts[0].float()
-        return torch.stack([(p[:, :, g, ..., None] * v).sum(-2).sum(2) for g in range(heads)], 2)
-    scale, zero = parts[1].chunk(2, 3)  # each [B,H,n,D/group,C]
-    planes = unpack(parts[0].unflatten(4, (-1, group * bits // 8)), bits)  # each [B,H,n,C,D/group,group*bits/8]
-    # Stacked, p * scale is written out once, for vectors of slots; else every channel would multiply it anew.
-    weight = torch.stack([p[:, :, g, :, None] * scale for g in range(heads)], 2).mT.unbind(2)  # G of [B,H,n,C,D/group]
-    sums = [(w[..., None] * plane).sum(-3).sum(2) for w in weight for plane in planes]  # each [B,H,D/group,channel]
-    y = torch.stack(sums, 2).unflatten(2, (heads, -1)).transpose(3, 4)  # [B,H,G,D/group,plane,channel]
-    rest = (p[:, :, :, :, None] * zero[:, :, None]).sum((3, 5))  # [B,H,G,D/group]
-    return (y + rest[..., None, None]).flatten(3)
+    if scale is None:
+        weight = p[..., None, None].unbind(2)  # G of [B,H,n,C,1,1]
+    else:
+        # Stacked, p * scale is written out once, for vectors of slots; else every channel would multiply it anew.
+        weight = torch.stack([p[:, :, g, :, None] * scale for g in range(heads)], 2).mT
+        weight = weight.unflatten(-1, (U, r)).unbind(2)  # G of [B,H,n,C,U,r]
+    group = [j * r // len(planes) for j in range(len(planes))]
+    sums = [(w[..., i : i + 1] * plane).sum(-3).sum(2) for w in weight for i, plane in zip(group, planes, strict=True)]
+    y = torch.stack(sums, 2).unflatten(2, (heads, r, -1)).movedim(5, 3)  # [B,H,G,U,r,plane,channel]
+    if zero is not None:
+        rest = (p[:, :, :, :, None] * zero[:, :, None]).sum((3, 5))  # [B,H,G,U*r]
+        y = y + rest.unflatten(-1, (U, r))[..., None, None]
+    return y.flatten(3)
 
 
 def softmax(scores: list[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -408,7 +408,7 @@ def test_pack_roundtrip(bits):
     codes = torch.randint(0, 2**bits, (3, 5, 32))
     packed = kernels.pack(codes.float(), bits)
     assert packed.dtype == torch.uint8 and packed.shape == (3, 5, 32 * bits // 8)
-    assert torch.equal(torch.cat(kernels.unpack(packed, bits), -1), codes.float())
+    assert torch.equal(torch.cat(kernels.unpack(packed, bits), -1), codes)
 
 
 def int_store(bits, dim=64, group=32):
@@ -511,6 +511,8 @@ def test_a_format_needs_only_encode_and_decode(model):
     """The base class reads what encode and decode make, so that a new format is right before it is fast."""
 
     class Half(caches.Store):
+        widths = (8,)
+
         def encode(self, x):
             return x.half(), x.abs().amax(-1, keepdim=True)
 
@@ -585,7 +587,7 @@ def test_prefill_refuses_what_does_not_fit(model, ids, start, room):
         (dict(bits=4.0), ["--bits 4.0"]),
         (dict(bits=4, residual=1.5), ["--residual 1.5"]),
         (dict(cache="window", budget="5"), ["--budget 5"]),
-        (dict(bits=3), ["--bits 3", "2"]),
+        (dict(bits=5), ["--bits 5", "2"]),
         (dict(bits=4, format="kiwi"), ["--format kiwi", "int"]),
         (dict(format="int"), ["--format int", "--bits"]),
         (dict(residual=64), ["--residual 64", "--bits"]),
@@ -611,7 +613,7 @@ def test_every_argument_changes_the_live_object():
     assert (policy.recent, policy.kernel, policy.pool, policy.sink, policy.beta) == (8, 3, "max", 2, 7.5)
     assert build("window:sink=0").policy().sink == 0
     model = tiny_model(head_dim=64)
-    model.setup_caches(build("window", budget=30, bits=4, residual=10, group=16), 2, 50)
+    model.setup_caches(build("window", budget=30, bits=4, format="int:group=16", residual=10), 2, 50)
     c = model.layers[0].attention.cache
     assert c.k_store.group == 16 and c.residual.length == 10 and c.slot_pos.shape == (2, 3, 30)
 

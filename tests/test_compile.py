@@ -41,26 +41,37 @@ def run(model, spec, ids):
     return torch.stack(out, 1).float()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+FORMS = [("auto", bits, dtype) for bits in (16, 8, 4, 2) for dtype in (torch.float32, torch.bfloat16)]
+FORMS += [(form, bits, torch.float32) for form, bits in [("fp8", 8), ("nvfp4", 4), ("mxfp4", 4)]]
+FORMS += [("kivi", bits, torch.float32) for bits in (4, 2)]
+
+
+@pytest.mark.parametrize("form,bits,dtype", FORMS)
 @pytest.mark.parametrize("name", POLICIES)
-def test_compiled_is_eager_in_one_graph(name, bits, dtype):
+def test_compiled_is_eager_in_one_graph(name, form, bits, dtype):
     """70 steps cross the window's first eviction, the wrap of a ring of 16 and chunk edges; layers differ in size.
 
     Both take every step from the same state, so that a code on a rounding edge cannot be amplified by later steps.
     """
     torch._dynamo.reset()
     counters.clear()
-    spec = build(name, budget=None if name == "full" else 24, bits=bits, residual=None if bits == 16 else 16)
-    ids, models = tokens(PROMPT + STEPS), [tiny_model(dtype), tiny_model(dtype)]
+    prompt, budget = PROMPT, 24
+    if form == "kivi":  # whole units of 32
+        if name.startswith("keydiff"):
+            pytest.skip("refused by name: see test_formats.py")
+        prompt, budget = 100, 128
+        name = "h2o:recent=8" if name == "h2o" else name
+    budget = None if name == "full" else budget
+    spec = build(name, budget=budget, bits=bits, format=form, residual=None if bits == 16 else 16)
+    ids, models = tokens(prompt + STEPS), [tiny_model(dtype), tiny_model(dtype)]
     for model in models:
-        model.setup_caches(spec, 1, PROMPT + STEPS)
-        model.prefill(ids[:, :PROMPT])
+        model.setup_caches(spec, 1, prompt + STEPS)
+        model.prefill(ids[:, :prompt])
     eager, compiled = models
     compiled.compile()
     gaps, written = [], []
     with torch.no_grad():
-        for t in range(PROMPT, PROMPT + STEPS):
+        for t in range(prompt, prompt + STEPS):
             a, b = (model(ids[:, t : t + 1], torch.full((1, 1), t)).float() for model in models)
             gaps.append((a - b).norm() / a.norm())
             written.append(torch.stack([newest(model, t) for model in models]))
@@ -70,7 +81,11 @@ def test_compiled_is_eager_in_one_graph(name, bits, dtype):
     assert graphs() == 1 and counters["stats"]["unique_graphs"] == 2  # the layers' and the head's
     assert not counters["graph_break"]
     # eager code rounds to bf16 between any two operations, compiled code does not
-    assert torch.stack(gaps).mean() < (1e-5 if dtype == torch.float32 else 0.03)
+    gaps = torch.stack(gaps)
+    if form == "kivi":  # 32 times as many codes are written in a step, so here and there one lies on a rounding edge
+        assert gaps.quantile(0.9) < 1e-4
+    else:
+        assert gaps.mean() < (1e-5 if dtype == torch.float32 else 0.03)
     a, b = torch.stack(written, 1)
     error = ((a - b).norm(dim=-1) / a.norm(dim=-1)).mean()
     assert error < (0.005 if dtype == torch.float32 else 0.1)  # a wrapped or saturated code would be an error of 1
@@ -144,13 +159,16 @@ def threads(request):
 
 @pytest.mark.parametrize(
     "name,bits,threads",
-    [*((name, bits, 1) for name in POLICIES for bits in (16, 4)), ("h2o", 4, 2), ("tova", 4, 2), ("keydiff", 4, 2)],
+    [*((name, bits, 1) for name in POLICIES for bits in (16, 4)), ("h2o", 4, 2), ("tova", 4, 2), ("keydiff", 4, 2)]
+    + [("full", form, 1) for form in ("fp8", "nvfp4", "mxfp4", "kivi")],
     indirect=["threads"],
 )
 def test_replayed_steps_are_the_compiled_steps(name, bits, threads):
     """Bit for bit, with the state they leave, across evictions and the wrap of the ring; the third step is a replay."""
     torch._dynamo.reset()
-    spec = build(name, budget=None if name == "full" else 24, bits=bits, residual=None if bits == 16 else 16)
+    form, bits = (bits, 8 if bits == "fp8" else 4) if isinstance(bits, str) else ("auto", bits)
+    residual = None if bits == 16 else 16
+    spec = build(name, budget=None if name == "full" else 24, bits=bits, format=form, residual=residual)
     ids, models = tokens(PROMPT + STEPS), [tiny_model(), tiny_model()]
     for model in models:
         model.compile()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 
 import pytest
@@ -118,7 +119,87 @@ def test_control_arms_equal_the_full_cache(checkpoint, longbench, capsys, task):
     if task == "fidelity":
         assert rows[0]["kl"] == 0 and rows[0]["top1"] == 1 and rows[0]["gap"] == 0
     if task == "table":
-        assert all(r["speed"] > 0 for r in rows)
+        assert rows[0]["speed"] == 1 and all(r["speed"] > 0 for r in rows)
+
+
+def test_errors_are_of_the_difference_to_the_full_cache(checkpoint, capsys):
+    """On the same windows: what makes one text harder than another is no error of a cache."""
+    flags = ["--cache", "full,window", "--budget", "0.5", "--bits", "16,8", "--windows", "3", "--together", "2"]
+    full, eight, window, _ = rows_of(capsys, checkpoint, "fidelity", *flags)
+    assert full["nll_error"] == full["kl_error"] == 0 and 0 < eight["nll_error"] < 0.01 < window["nll_error"]
+    assert rows_of(capsys, checkpoint, "fidelity", *flags, "--windows", "1")[1]["nll_error"] is None
+
+
+def test_a_run_that_is_refused_changes_no_file(checkpoint, capsys, tmp_path):
+    """Also where the last line of --out was cut off, which a run that goes on takes away."""
+    out = tmp_path / "r.jsonl"
+    rows_of(capsys, checkpoint, "ppl", "--cache", "full", "--bits", "16", "--out", str(out))
+    whole = out.read_bytes()
+    cut = whole + whole.splitlines(keepends=True)[0][:60]
+    out.write_bytes(cut)
+    flags = ["ppl", "--checkpoint", str(checkpoint), "--no-compile", *TEXT, "--out", str(out)]
+    assert ev.main([*flags, "--cache", "h3o"]) == 2 and out.read_bytes() == cut
+    assert ev.main([*flags, "--cache", "full", "--bits", "16"]) == 0 and out.read_bytes() == cut  # nothing to add
+    assert "2 results of an earlier run (commit " in capsys.readouterr().err
+    assert ev.main([*flags, "--cache", "full", "--bits", "8"]) == 0
+    assert out.read_bytes().startswith(whole) and all(json.loads(line) for line in out.read_text().splitlines())
+
+
+def test_results_are_of_these_weights(checkpoint, capsys, tmp_path):
+    """A checkpoint that changed under its name is another one."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, tmp_path / "model")
+    flags = ["--cache", "full", "--bits", "16", "--windows", "1", "--out", str(tmp_path / "r.jsonl")]
+    first = rows_of(capsys, tmp_path / "model", "ppl", *flags)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    save_file({name: w * 1.1 for name, w in weights.items()}, tmp_path / "model" / "model.safetensors")
+    second = rows_of(capsys, tmp_path / "model", "ppl", *flags)
+    assert first[0]["nll"] != second[0]["nll"] and len((tmp_path / "r.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_same_sample_is_not_counted_twice(checkpoint, capsys):
+    flags = [
+        "--cache",
+        "full",
+        "--bits",
+        "16",
+        "--length",
+        "100,100",
+        "--depth",
+        "0.5,0.5",
+        "--protocol",
+        "after,after",
+    ]
+    assert rows_of(capsys, checkpoint, "needle", *flags)[0]["samples"] == 1
+
+
+def test_speeds_are_of_these_turns(checkpoint, capsys, tmp_path):
+    out = tmp_path / "r.jsonl"
+    flags = ["--cache", "window", "--budget", "0.5", "--bits", "16", "--protocol", "after", "--out", str(out)]
+    rows_of(capsys, checkpoint, "table", *flags)
+    n = len(out.read_text().splitlines())
+    rows_of(capsys, checkpoint, "table", *flags)
+    assert len(out.read_text().splitlines()) == n
+    rows_of(capsys, checkpoint, "table", *flags, "--steps", "3")
+    assert len(out.read_text().splitlines()) == n + 1
+
+
+@pytest.mark.parametrize("flag,word", [("--cache", "snapkv"), ("--format", "nvfp4")])
+def test_help_on_names(capsys, flag, word):
+    with pytest.raises(SystemExit):
+        ev.main(["ppl", flag, "help"])
+    assert word in capsys.readouterr().out
+
+
+def test_frequent_words_do_not_depend_on_the_order_of_a_set():
+    """Words that come equally often are ordered by name."""
+    import random
+
+    for seed in range(20):
+        context, _, answers = ev.frequent_words(random.Random(seed), [], 80)
+        listed = context.split("\n\n")[1].split()
+        assert answers == sorted(set(listed), key=lambda w: (-listed.count(w), w))[:3]
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -394,6 +475,7 @@ def test_longbench_metrics():
     assert ev.classified("Other location", "Other location", ["location", *classes]) == 1  # a part of its own name
     assert ev.code_similarity("\n# no\nx = foo(1)\ny", "x = foo(2)") == 0.9  # fuzzywuzzy's ratio is 90
     assert ev.code_similarity("return None", "return self.value") == 0.57 and ev.code_similarity("# no", "x") == 0
+    assert ev.code_similarity("# no", "") == 1
     best = lambda text, name, metric=ev.f1: ev.official(text, metric, ["x", "y z"], None, name)  # noqa: E731
     assert best("y z", "qasper") == 100 and best("\ny z\nQuestion: more", "triviaqa") == 100
     assert best("y z\nQuestion: more", "qasper") == pytest.approx(100 * 2 / 3)
@@ -475,6 +557,22 @@ def test_health_sees_fewer_bits(checkpoint, capsys):
         (["longbench", "--data", "SHORT"], ["--data SHORT", "zip"]),
         (["longbench", "--data", "BAD"], ["--data BAD/qasper.jsonl", "row 1", "context"]),
         (["longbench", "--data", "ODD"], ["--data ODD/trec.jsonl", "row 1"]),
+        *(
+            (["longbench", "--data", f"ODD{i}"], [f"--data ODD{i}/lcc.jsonl", word])
+            for i, word in enumerate(["row 1", "row 1", "row 1", "row 1", "no rows"])
+        ),
+        (["longbench", "--data", "BROKEN.zip"], ["--data BROKEN.zip", "cannot be read"]),
+        (["ppl", "--cache", "full", "--budget", "0.3"], ["--budget 0.3", "full"]),
+        (["ppl", "--budget", "inf"], ["--budget", "inf"]),
+        (["needle", "--length", "abc"], ["--length", "list of numbers", "abc"]),
+        (["longbench", "--length", "0"], ["--length 0"]),
+        (["table", "--length", "3000"], ["needle --length 3000", "1024"]),
+        (
+            ["table", "--cache", "snapkv", "--budget", "0.5", "--context", "150", "--rounds", "60"],
+            ["--budget 0.5", "of them"],
+        ),
+        (["map", "--no-compile"], ["--no-compile", "map"]),
+        (["ppl", "--out", "FIFO"], ["--out FIFO", "regular"]),
         (["table", "--context", "900", "--rounds", "90"], ["--context 900", "1024"]),
         (["longbench", "--length", "100,200"], ["--length 100,200", "one"]),
         (["ppl", "--data", "BAD"], ["--data", "longbench", "ppl"]),
@@ -487,6 +585,13 @@ def test_quality_refusals(checkpoint, capsys, tmp_path, monkeypatch, command, wo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SHORT").write_text("abc\n")
     (tmp_path / "BAD").mkdir()
+    odd = {"input": "?", "context": "x", "answers": ["y"], "all_classes": None}
+    broken = [{**odd, "answers": "Paris"}, {**odd, "answers": []}, {**odd, "answers": [5]}, "[" * 200000, ""]
+    for i, row in enumerate(broken):
+        (tmp_path / f"ODD{i}").mkdir()
+        (tmp_path / f"ODD{i}" / "lcc.jsonl").write_text(row if isinstance(row, str) else json.dumps(row))
+    (tmp_path / "BROKEN.zip").write_bytes(b"PK\x03\x04 no archive")
+    os.mkfifo(tmp_path / "FIFO")
     (tmp_path / "ODD").mkdir()
     (tmp_path / "ODD" / "trec.jsonl").write_text(
         '{"input": "?", "context": "", "answers": ["Date"], "all_classes": null}\n'
@@ -500,7 +605,15 @@ def test_quality_refusals(checkpoint, capsys, tmp_path, monkeypatch, command, wo
     assert out == "" and err.splitlines()[-1].startswith("eval.py: ") and all(w in err.splitlines()[-1] for w in words)
 
 
-@pytest.mark.parametrize("text", ["notes", "notes\n", '{"key": 1}\n', "\x00\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("notes", "notes\n", '{"key": 1}\n', "\x00\n", '{"key": "my api key", "x": 1}', "[" * 9999 + "\n"),
+        '{"key": {"task": "ppl"}, "result": 5}\n',
+        '{"key": {"task": "ppl"}, "result": {}}\n',
+        '{"key": {"task": "ppl"}, "result": {"bytes": "x", "evicted": 1}}\n',
+    ],
+)
 def test_a_file_that_is_no_result_is_left_alone(checkpoint, capsys, tmp_path, text):
     (tmp_path / "mine").write_text(text)
     flags = ["--checkpoint", str(checkpoint), "--no-compile", *TEXT, "--cache", "full", "--out", str(tmp_path / "mine")]
