@@ -1416,9 +1416,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.device = pick_device(args.device)
     args.arms = [Arm("full", None, 16)]
     for name, form, bits in itertools.product(args.cache, args.format, args.bits):
-        if form in caches.FORMATS and bits not in (offered := caches.FORMATS[form].widths):
-            if not set(offered) & set(args.bits):
-                raise UsageError(f"--format {form}: has {', '.join(map(str, offered))} bits, none of --bits")
+        store = caches.FORMATS.get(form.partition(":")[0])
+        if store and isinstance(bits, int) and bits not in store.widths:  # of a grid, what there is
+            if not set(store.widths) & set(args.bits):
+                raise UsageError(f"--format {form}: has {caches.either(store.widths)} bits, none of --bits")
             continue
         for budget in [None] if name == "full" else args.budget:
             arm = Arm(name, budget, bits, form)

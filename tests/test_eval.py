@@ -240,6 +240,18 @@ def test_fewer_bits_cost_more_fidelity(checkpoint, capsys):
     assert [r["bits"] for r in rows] == [16, 8, 4, 2]
 
 
+def test_formats_side_by_side(checkpoint, capsys):
+    """Of formats x bits, what there is; keys and values apart; each under its name."""
+    flags = ["--cache", "full", "--format", "int", "kivi:solver=mse", "nvfp4", "--bits", "8,4", "--windows", "1"]
+    rows = rows_of(capsys, checkpoint, "fidelity", *flags)
+    assert [ev.named(r)[2] for r in rows] == ["16", "int 8", "int 4", "kivi:solver=mse 4", "nvfp4 4"]
+    assert rows[1]["kl"] < rows[2]["kl"] and len({r["kl"] for r in rows}) == 5
+    rows = rows_of(capsys, checkpoint, "fidelity", "--cache", "full", "--bits", "16,k=8,v=2", "--windows", "1")
+    assert [r["bits"] for r in rows] == [16, "k=8,v=2"] and rows[1]["kl"] > 0
+    assert ev.main(["ppl", "--cache", "full", "--format", "nvfp4", "--bits", "8,2"]) == 2
+    assert "--format nvfp4: has 4 bits" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_goes_on(checkpoint, capsys, tmp_path, monkeypatch):
     out, flags = tmp_path / "r.jsonl", ["--cache", "window,h2o", "--budget", "0.5", "--bits", "16"]
     calls, through = [], ev.through
