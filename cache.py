@@ -3,6 +3,7 @@
     KVCache    owns attention. Decode is four verbs: place -> put -> attend -> observe.
     Policy     which token. A policy is a `score`; the base class is "newest wins", `Ranked` evicts at every step.
     Store      how: a number format is a pair of pure functions on the last dim, `encode` and `decode`.
+    Codes      what all formats of few bits share, int, fp8, nvfp4, mxfp4 and kivi.
     Residual   the newest R tokens and the first few, exact, laid over any store.
     Dense      where: one page per sequence.
     build      the only place where names are strings.

@@ -803,7 +803,8 @@ def map_lines(rows: list[dict], width: int = 100) -> list[str]:
     for r in rows:
         kept, n = kept_by_layer(r), len(r["tokens"])
         edges = [round(i * n / min(width, n)) for i in range(min(width, n) + 1)]
-        lines += [f"{' '.join(named(r))}: {r['kept']:,.0f} of {n:,} tokens a head, {n / (len(edges) - 1):.0f} a column"]
+        held = f"{r['kept']:,.0f} of {n:,} tokens a head, {r['bytes'] / 1e6:.2f} MB"
+        lines.append(f"{' '.join(named(r))}: {held}; {n / (len(edges) - 1):.0f} tokens a column")
         for i, layer in enumerate(kept):
             parts = [statistics.mean(layer[a:b]) for a, b in itertools.pairwise(edges)]
             lines.append(f"{i:3} |" + "".join(" .:-=+*#%@"[math.ceil(9 * part)] for part in parts) + "|")

@@ -10,6 +10,8 @@
     dot, mix           q . K and p . V straight from the written-down form of a cache, one query per sequence
     softmax            one softmax over several pieces of a cache
     pack, unpack       small integers in bytes
+    between            integers for the numbers of a range; minmax, mse and hqq say which range
+    e2m1, minifloat    floats of four and eight bits, to and from codes
     rotation           the signed Hadamard matrix that spreads outlier channels
     recorded, replay   the kernels of a compiled CPU step, called again without the Python between them
 
