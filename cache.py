@@ -1163,7 +1163,7 @@ FORMATS: dict[str, type[Store]] = {
     "nvfp4": NVFP4Store,
     "mxfp4": MXFP4Store,
 }
-AUTO = {16: "float", 8: "int", 4: "int", 2: "int"}  # what measured best; the README has the figures
+AUTO = {16: "float", 8: "int", 4: "int", 2: "int"}  # the README has the figures of all
 
 
 class Residual(nn.Module):
