@@ -135,8 +135,7 @@ class KVCache(nn.Module):
 
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
-        # Stacked, the query is written out once; else its rotation would be computed anew for every slot.
-        q = torch.stack((q.float() * q.shape[-1] ** -0.5).unbind(2), 2)
+        q = kernels.written(q.float() * q.shape[-1] ** -0.5)
         live = self.slot_pos >= 0
         if self.residual is not None:  # a token that is held exactly is read there, not from its codes
             live = live & ~self.residual.covers(self.slot_pos, pos)
@@ -149,12 +148,13 @@ class KVCache(nn.Module):
         y = self.v_store.mix(weights[0])
         if self.residual is not None:
             y = y + self.residual.mix(weights[1])
+        y = kernels.written(y / total)
         if not self.policy.learns:
-            return y / total, None
+            return y, None
         mass = (weights[0] / total).sum(2)[..., : self.slot_pos.shape[2]]
         if self.residual is not None:
             mass = self.residual.spread((weights[1] / total).sum(2), mass, self.slot_pos, pos)
-        return y / total, mass
+        return y, mass
 
     def ask_sinks(self, q: Tensor, live: Tensor, scores: list[Tensor]) -> list[Tensor]:
         """scores, with those of the sinks, which are in the first slots, by a query q [B,H,G,D] of their own."""
@@ -231,7 +231,7 @@ class KVCache(nn.Module):
         """Empty, all or some of the sequences: buffer by buffer what a new cache of this size holds."""
         sequences = range(len(self.slot_pos)) if sequences is None else sequences
         fill = {"slot_pos": -1, "residual.slot": -1, "policy.capacity": self.slot_pos.shape[2]}
-        fill |= {"k_store.whole": 1, "v_store.whole": 1, "k_store.open": -1}
+        fill |= {"k_store.whole": 1, "v_store.whole": 1}
         for name, buffer in self.named_buffers():
             for b in sequences:
                 buffer[b] = fill.get(name, 0)
@@ -270,10 +270,9 @@ def rows(index: Tensor) -> tuple[Tensor, Tensor]:
 def vacate(slot_pos: Tensor, slot: Tensor, unit: int, b: Tensor | None = None, h: Tensor | None = None) -> None:
     """Empty those units of slot_pos [B,H,S] of which the first slot is among `slot` [B,H,n], or [n] of rows b, h."""
     b, h = rows(slot) if b is None else (b, h)
-    first = torch.zeros_like(slot_pos, dtype=torch.bool)
-    first[b, h, slot] = slot % unit == 0
-    units = slot_pos.unflatten(-1, (-1, unit))
-    units.masked_fill_(first.unflatten(-1, (-1, unit)).any(-1, keepdim=True), -1)
+    own = slot[..., None]  # any other slot only empties itself, and is written next
+    emptied = torch.where(own % unit == 0, own + torch.arange(unit, device=slot.device), own)
+    slot_pos[b[..., None], h[..., None], emptied] = -1
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -798,6 +797,7 @@ class Store(nn.Module):
     widths: tuple[int, ...] = (16,)  # bits of one number
     group = 0  # channels that share a scale, where a format has any
     unit = 1  # slots that share something, so that they are filled in order and given up together
+    of_keys: "type[Store] | None" = None  # the class for keys, where they are written down in another way than values
 
     def __init__(self, is_key: bool, dim: int, dtype: torch.dtype, device, bits: int = 16):
         """dim: head dim; dtype: the model's."""
@@ -1050,8 +1050,7 @@ class NVFP4Store(Scaled):
         divisor = torch.where(scale.float() > 0, scale.float(), 1)  # of a block that underflows, after the cast
         return self.packed(kernels.e2m1(x / divisor[..., None])), scale.view(torch.uint8)
 
-    def number(self, code):
-        return kernels.minifloat(code, 2, 1)
+    number = MXFP4Store.number
 
     def shared(self, scale):
         return kernels.minifloat(scale.int(), 4, 3), None
@@ -1060,41 +1059,40 @@ class NVFP4Store(Scaled):
 class KIVIStore(IntStore):
     """Keys: a scale and a minimum for every channel of 32 tokens; values: for every 32 channels of one (2402.02750).
 
-    An outlier channel of keys has scales of its own, so nothing is rotated. The 32 slots of a chunk are a unit: they
-    are filled in order and given up together. While a unit fills, `open` [B,H] is its chunk, its keys are held and
-    read exactly, `exact` [B,H,C,D], and its codes are written anew with every token; once full it is left alone.
+    An outlier channel of keys has scales of its own, so nothing is rotated. This class writes values down.
     """
 
     widths, rotated = (4, 2), False
 
-    def __init__(self, is_key, dim, dtype, device, bits, group=32, solver="minmax"):
-        super().__init__(is_key, dim, dtype, device, bits, group, solver)
-        self.unit = CHUNK if is_key else 1
+
+class KIVIKeys(KIVIStore):
+    """Keys: the 32 slots of a chunk are a unit, filled in order and given up together.
+
+    While a unit fills, which open [B,H,n] says, its keys are held and read exactly, exact [B,H,C,D], and its codes are
+    written anew with every token; once full it is left alone.
+    """
+
+    unit = CHUNK
 
     def allocate(self, layout, slots):
         super().allocate(layout, slots)
-        if self.is_key and not hasattr(self, "open"):
-            B, H, device = layout.batch, layout.heads, self.device
+        (B, H, n), device = self.part0.shape[:3], self.device
+        old = self.open if hasattr(self, "open") else torch.zeros(B, H, 0, dtype=torch.bool, device=device)
+        self.register_buffer("open", resized(old, 2, n), persistent=False)
+        if not hasattr(self, "exact"):
             exact = torch.zeros(B, H, CHUNK, self.dim, dtype=self.dtype, device=device)
             self.register_buffer("exact", exact, persistent=False)
-            self.register_buffer("open", torch.full((B, H), -1, device=device), persistent=False)
 
-    def encode(self, x):
-        if not self.is_key:
-            return super().encode(x)
-        x, top = x.mT, 2**self.bits - 1  # [..,D,C]: a whole unit
+    def encode(self, x):  # [..,C,D], a whole unit
+        x, top = x.mT, 2**self.bits - 1
         codes, scale, zero = kernels.between(x, *self.solve(x, *x.aminmax(dim=-1), top), top)
         return self.packed(codes.mT.unflatten(-1, (-1, self.group))), torch.cat([scale, zero], -1).unsqueeze(-2)
 
     def decode(self, codes, scale_zero):
-        if not self.is_key:
-            return super().decode(codes, scale_zero)
         scale, zero = self.shared(scale_zero)  # [..,1,D]
         return torch.cat(self.planes(codes, -1), -1).flatten(-2) * scale + zero
 
     def put(self, where, x):
-        if not self.is_key:
-            return super().put(where, x)
         b, h, chunk, lane = where
         if x.dim() < 4:
             return self.put_many(where, x)
@@ -1104,7 +1102,7 @@ class KIVIStore(IntStore):
         codes, scale_zero = self.encode(unit)
         self.part0[b, h, chunk] = codes.mT.unsqueeze(2)
         self.part1[b, h, chunk] = scale_zero.mT.unsqueeze(2)
-        self.open.copy_(torch.where(lane < CHUNK - 1, chunk, -1)[..., 0])
+        self.open[b, h, chunk] = lane < CHUNK - 1
 
     def put_many(self, where: tuple[Tensor, ...], x: Tensor) -> None:
         """x [N,D] to places [N]: of every unit that gets some, what it has held so far comes first."""
@@ -1120,33 +1118,29 @@ class KIVIStore(IntStore):
         codes, scale_zero = self.encode(torch.where(filled[..., None], units, units[..., :1, :]))
         for part, new in ((self.part0, codes.mT), (self.part1, scale_zero.mT)):
             part.copy_(torch.where(touched[..., None, None], new, part))
-        fills = touched & ~filled.all(-1)  # at most one of a head, and what was open before is full or still that one
-        last = fills.byte().argmax(-1)  # [B,H]
-        open_now = torch.where(fills.any(-1), last, torch.where(touched.any(-1), -1, self.open))
-        held = take(units.flatten(3), last[..., None]).unflatten(-1, (CHUNK, -1))[:, :, 0]
-        self.exact.copy_(torch.where(fills.any(-1)[..., None, None], held, self.exact.float()))
-        self.open.copy_(open_now)
-
-    def is_open(self) -> Tensor:
-        """bool [B,H,n]"""
-        return torch.arange(self.part0.shape[2], device=self.open.device) == self.open[..., None]
+        self.open.copy_(torch.where(touched, ~filled.all(-1), self.open))
+        fills = (
+            touched & self.open
+        ).nonzero()  # at most one of a head: what was open before is full, or still that one
+        self.exact[fills[:, 0], fills[:, 1]] = units[tuple(fills.T)].to(self.dtype)
 
     def decoded(self):
-        x = super().decoded()
-        return torch.where(self.is_open()[..., None, None], self.exact[:, :, None].float(), x) if self.is_key else x
+        return torch.where(self.open[..., None, None], self.exact[:, :, None].float(), super().decoded())
 
     def dot(self, q, live, chunks=None):
-        codes, scale_zero = (part[:, :, :chunks] for part in self.parts)
+        codes, scale_zero, is_open = (part[:, :, :chunks] for part in (*self.parts, self.open))
         scale, zero = scale_zero[..., 0].float().chunk(2, -1)  # [B,H,n,D]
-        # Scales go into the query, chunk by chunk; stacked, they are written out once, and not for every slot.
-        scaled = torch.stack([q[:, :, g, None] * scale for g in range(q.shape[2])], 2)  # [B,H,G,n,D]
+        scaled = kernels.written(q.unsqueeze(3) * scale.unsqueeze(2))  # [B,H,G,n,D]: scales go into the query
         everywhere = live.new_ones(*live.shape[:2], codes.shape[2] * CHUNK)
         score = kernels.dot(scaled, self.planes(codes, -2), everywhere).unflatten(-1, (-1, CHUNK))
         score = score + (q.unsqueeze(3) * zero[:, :, None]).sum(-1)[..., None]
         exact = (q.unsqueeze(3) * self.exact[:, :, None].float()).sum(-1)  # [B,H,G,C]
-        score = torch.where(self.is_open()[:, :, None, :chunks, None], exact.unsqueeze(3), score).flatten(3)
+        score = torch.where(is_open[:, :, None, :, None], exact.unsqueeze(3), score).flatten(3)
         live = F.pad(live, (0, max(score.shape[3] - live.shape[2], 0)))[..., : score.shape[3]]
         return score.masked_fill(~live[:, :, None], float("-inf"))
+
+
+KIVIStore.of_keys = KIVIKeys
 
 
 def choice(name: str, value: str, known: dict):
@@ -1163,7 +1157,8 @@ FORMATS: dict[str, type[Store]] = {
     "nvfp4": NVFP4Store,
     "mxfp4": MXFP4Store,
 }
-AUTO = {16: "float", 8: "int", 4: "int", 2: "int"}  # the README has the figures of all
+# What measures best at each width and is not slower than 16 bits; the README has the figures of all.
+AUTO = {16: "float", 8: "int", 4: "int:solver=mse", 2: "int:solver=mse"}
 
 
 class Residual(nn.Module):
@@ -1272,7 +1267,9 @@ class Form:
         return sum(part.nbytes for part in parts) * 8 / (CHUNK * dim)
 
     def store(self, is_key: bool, dim: int, dtype: torch.dtype, device) -> Store:
-        return FORMATS[self.name](is_key, dim, dtype, device, self.bits, **dict(self.arguments))
+        kind = FORMATS[self.name]
+        kind = kind.of_keys if is_key and kind.of_keys else kind
+        return kind(is_key, dim, dtype, device, self.bits, **dict(self.arguments))
 
 
 @dataclass(frozen=True)
@@ -1413,8 +1410,8 @@ def form(text: str, bits: int | str | None) -> Form:
         raise SpecError(f"--bits {bits}: {why} {either(offered)}")
     if name == "auto":
         if rest:
-            raise SpecError(f"--format {text}: auto takes no arguments; name a format, as in {AUTO[4]}:{rest}")
-        name = AUTO[int(bits)]
+            raise SpecError(f"--format {text}: auto takes no arguments; name a format, as in int:{rest}")
+        name, _, rest = AUTO[int(bits)].partition(":")
     arguments = tuple(parse_arguments("--format", name, FORMATS[name], rest).items())
     made = Form(name, int(bits), arguments)
     try:

@@ -37,6 +37,16 @@ from torch import Tensor
 CHUNK = 32
 
 
+def written(x: Tensor) -> Tensor:
+    """x, but computed once and written out.
+
+    Inductor computes what is cheap anew wherever it is read, be that for every slot of a cache or for every row of a
+    matrix. What it does write out is a concatenation, here with something it cannot see to be x as well. (Two halves of
+    x would do, but half of an odd number of heads, 288 of 9 x 64 channels, was compiled into a loop over 256.)
+    """
+    return torch.stack([x, -x])[0] if torch.compiler.is_compiling() and not x.is_cuda else x
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..,I], weight [O,I], bias [O] -> [..,O].
 
@@ -192,9 +202,9 @@ def minmax(x: Tensor, low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tens
 
 
 def mse(x: Tensor, low: Tensor, high: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Of ranges from all of it to 60 % of it, the one with the least squared error, group by group."""
+    """Of ranges from all of it to 70 % of it, the one with the least squared error, group by group."""
     best, least = (low, high), torch.full_like(low, float("inf"))
-    for cut in (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.13, 0.16, 0.2):
+    for cut in (0.0, 0.03, 0.06, 0.1, 0.15):
         tried = low + cut * (high - low), high - cut * (high - low)
         codes, scale, zero = between(x, *tried, top)
         error = (codes * scale.float()[..., None] + zero.float()[..., None] - x).square().sum(-1)
@@ -244,13 +254,14 @@ def e2m1(x: Tensor) -> Tensor:
 def minifloat(code: Tensor, exponent: int, mantissa: int) -> Tensor:
     """Floats of a sign, `exponent` and `mantissa` bits, subnormals included, from their codes int32 -> float32.
 
-    The bits go where a float32 has them, under an exponent that keeps them normal: x = 2^e (1 + m). A subnormal, e = 0,
-    is worth 2 m = 2 x - 2, all others x, and that is always the smaller one. (A subnormal float32 would be slow.)
+    The bits go where a float32 has them, and a bias of its own makes x = 2^(e - bias) (1 + m) of them. That is right
+    but for a subnormal, e = 0, worth 2^(1 - bias) m = 2 x - 2^(1 - bias), which is always the smaller one. (Under its
+    own exponent, e = 0, a float32 would be subnormal too, and slow.)
     """
-    sign = 1.0 - 2.0 * (code >> (exponent + mantissa))
-    size = code & (2 ** (exponent + mantissa) - 1)
-    x = ((size << (23 - mantissa)) + (127 << 23)).view(torch.float32)
-    return torch.minimum(2 * x - 2, x) * sign * 2.0 ** (1 - 2 ** (exponent - 1))
+    bias, width = 2 ** (exponent - 1) - 1, exponent + mantissa
+    x = (((code & (2**width - 1)) << (23 - mantissa)) + ((127 - bias) << 23)).view(torch.float32)
+    x = torch.minimum(2 * x - 2.0 ** (1 - bias), x)
+    return (x.view(torch.int32) | ((code << (31 - width)) & -(2**31))).view(torch.float32)
 
 
 def dot(
