@@ -1416,10 +1416,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError("--vs transformers: it is not installed; pip install transformers, or drop --vs")
     args.device = pick_device(args.device)
     args.arms = [Arm("full", None, 16)]
+    wanted = {bits: {int(b) for b in caches.apart("--bits", bits)} for bits in args.bits}
     for name, form, bits in itertools.product(args.cache, args.format, args.bits):
         store = caches.FORMATS.get(form.partition(":")[0])
-        if store and isinstance(bits, int) and bits not in store.widths:  # of a grid, what there is
-            if not set(store.widths) & set(args.bits):
+        if store and not wanted[bits] <= set(store.widths):  # of a grid, what there is
+            if not any(some <= set(store.widths) for some in wanted.values()):
                 raise UsageError(f"--format {form}: has {caches.either(store.widths)} bits, none of --bits")
             continue
         for budget in [None] if name == "full" else args.budget:

@@ -242,9 +242,28 @@ def test_fewer_bits_cost_more_fidelity(checkpoint, capsys):
 
 def test_formats_side_by_side(checkpoint, capsys):
     """Of formats x bits, what there is; keys and values apart; each under its name."""
-    flags = ["--cache", "full", "--format", "int", "kivi:solver=mse", "nvfp4", "--bits", "8,4", "--windows", "1"]
+    flags = [
+        "--cache",
+        "full",
+        "--format",
+        "int",
+        "kivi:solver=mse",
+        "nvfp4",
+        "--bits",
+        "8,4,k=4,v=2",
+        "--windows",
+        "1",
+    ]
     rows = rows_of(capsys, checkpoint, "fidelity", *flags)
-    assert [ev.named(r)[2] for r in rows] == ["16", "int 8", "int 4", "kivi:solver=mse 4", "nvfp4 4"]
+    assert [ev.named(r)[2] for r in rows] == [
+        "16",
+        "int 8",
+        "int 4",
+        "int k=4,v=2",
+        "kivi:solver=mse 4",
+        "kivi:solver=mse k=4,v=2",
+        "nvfp4 4",
+    ]
     assert rows[1]["kl"] < rows[2]["kl"] and len({r["kl"] for r in rows}) == 5
     rows = rows_of(capsys, checkpoint, "fidelity", "--cache", "full", "--bits", "16,k=8,v=2", "--windows", "1")
     assert [r["bits"] for r in rows] == [16, "k=8,v=2"] and rows[1]["kl"] > 0
