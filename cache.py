@@ -1157,8 +1157,9 @@ FORMATS: dict[str, type[Store]] = {
     "nvfp4": NVFP4Store,
     "mxfp4": MXFP4Store,
 }
-# What measures best at each width and is not slower than 16 bits; the README has the figures of all.
-AUTO = {16: "float", 8: "int", 4: "int:solver=mse", 2: "int:solver=mse"}
+# Of keys and of values, what measures best at each width and is not slower than 16 bits; the README has the figures of
+# all. A range search pays for keys; values are only averaged, and lose by it.
+AUTO = {16: ("float", "float"), 8: ("int", "int"), 4: ("int:solver=mse", "int"), 2: ("int:solver=mse", "int")}
 
 
 class Residual(nn.Module):
@@ -1349,7 +1350,7 @@ def build(
             f"--cache {name}: no such policy; choose from {', '.join(POLICIES)} (--cache help explains them)"
         )
     arguments = parse_arguments("--cache", name, POLICIES[name], rest)
-    forms = [form(*given) for given in zip(apart("--format", format), apart("--bits", bits), strict=True)]
+    forms = [form(*given) for given in zip(apart("--format", format), apart("--bits", bits), (0, 1), strict=True)]
     exact, unit = all(f.bits == 16 for f in forms), forms[0].unit
 
     def make() -> Policy:
@@ -1392,8 +1393,9 @@ def apart(flag: str, value: int | str | None) -> tuple[int | str | None, int | s
     return parts[1] or parts[4], parts[2] or parts[3]
 
 
-def form(text: str, bits: int | str | None) -> Form:
-    """A format by its name, `NAME[:key=value,..]` or auto, and a number of bits, or None: the name decides."""
+def form(text: str, bits: int | str | None, which: int) -> Form:
+    """A format by its name, `NAME[:key=value,..]` or auto, and a number of bits, or None: the name decides. Of keys (0)
+    or values (1), which is what auto depends on."""
     name, _, rest = text.partition(":")
     if name not in ("auto", *FORMATS):
         raise SpecError(
@@ -1411,7 +1413,7 @@ def form(text: str, bits: int | str | None) -> Form:
     if name == "auto":
         if rest:
             raise SpecError(f"--format {text}: auto takes no arguments; name a format, as in int:{rest}")
-        name, _, rest = AUTO[int(bits)].partition(":")
+        name, _, rest = AUTO[int(bits)][which].partition(":")
     arguments = tuple(parse_arguments("--format", name, FORMATS[name], rest).items())
     made = Form(name, int(bits), arguments)
     try:
@@ -1443,7 +1445,8 @@ def describe_formats(dim: int = 64) -> str:
         lines += [f"{name:10} {inspect.getdoc(store).splitlines()[0]}"]
         sizes = [f"--bits {b}: {Form(name, b).effective(dim):g} bits an element" for b in store.widths]
         lines += [" " * 11 + "; ".join([*sizes, *arguments_of(store)]), ""]
-    return "\n".join([*lines, *(f"auto       --bits {b}: {name}" for b, name in AUTO.items()), "", FORMAT_ARGUMENTS])
+    auto = [f"auto       --bits {b}: {build(bits=b).format}" for b in AUTO]
+    return "\n".join([*lines, *auto, "", FORMAT_ARGUMENTS])
 
 
 def arguments_of(part: type) -> list[str]:

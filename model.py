@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 import unicodedata
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -161,6 +162,8 @@ class Transformer(nn.Module):
         torch._dynamo.config.force_parameter_static_shapes = False
         # Every kind of cache that a process tries has a graph of its own; more than 8 are no mistake.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 512
+        # Scales are fp16 under a bf16 model, both computed with in float32: nothing that anyone should worry about.
+        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
         self.compiled = True
         # dynamic=False: sizes that differ between two caches of one process, such as the width of packed codes, are not
         # to become variables, which would put divisions into the innermost loops.

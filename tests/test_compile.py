@@ -9,7 +9,7 @@ from conftest import decode, tiny_model, tokens
 from torch._dynamo.utils import counters
 
 import kernels
-from cache import build
+from cache import FORMATS, build
 from generate import DecodeStep, graphs
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
@@ -217,33 +217,49 @@ def test_a_replay_that_differs_is_thrown_away(monkeypatch):
     assert step.again is None
 
 
+def scratch(spec, prompt, **shape):
+    """A compiled model after `prompt` tokens, and the bytes of all that a recorded step holds beyond weights and cache:
+    the working set, in which layers share their temporaries."""
+    torch._dynamo.reset()
+    model = tiny_model(max_seq_len=2048, **shape)
+    model.compile()
+    model.setup_caches(spec, 1, prompt + 100)
+    model.prefill(tokens(prompt))
+    x, pos = model.tok_embeddings(tokens(1)), torch.full((1, 1), prompt)
+    rope = model.rope(pos)
+    with torch.no_grad():
+        model.trunk(x, rope, pos)
+        with kernels.recorded() as calls:
+            model.trunk(x, rope, pos)
+    kept = [*model.parameters(), *model.buffers(), x, rope, pos]
+    kernels.share_scratch(calls, kept)
+    known = {t.untyped_storage().data_ptr() for t in kept}
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for _, args in calls
+        for t in args
+        if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known
+    }
+    assert len(calls) == len(model.layers) + 1  # nothing is done, and nothing allocated, elsewhere
+    return model, sum(held.values()), max(held.values())
+
+
 def test_layers_share_their_temporaries():
     """Recorded calls hold one working set, the largest layer's, whatever the number of layers."""
+    spec = build("pyramid:window=4,kernel=3", budget=600, bits=4)
+    held = [scratch(spec, 1000, n_layer=n)[1] for n in (8, 2)]
+    assert held[0] < 1.5 * held[1]
 
-    def held(n_layer):
-        torch._dynamo.reset()
-        model = tiny_model(n_layer=n_layer, max_seq_len=2048)
-        model.compile()
-        model.setup_caches(build("pyramid:window=4,kernel=3", budget=600, bits=4), 1, 1100)
-        model.prefill(tokens(1000))
-        x, pos = model.tok_embeddings(tokens(1)), torch.full((1, 1), 1000)
-        rope = model.rope(pos)
-        with torch.no_grad():
-            model.trunk(x, rope, pos)
-            with kernels.recorded() as calls:
-                model.trunk(x, rope, pos)
-        kept = [*model.parameters(), *model.buffers(), x, rope, pos]
-        kernels.share_scratch(calls, kept)
-        known = {t.untyped_storage().data_ptr() for t in kept}
-        scratch = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for _, args in calls
-            for t in args
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known
-        }
-        return sum(scratch.values())
 
-    assert held(8) < 1.5 * held(2)
+@pytest.mark.parametrize("form,bits", [(name, bits) for name, s in FORMATS.items() for bits in s.widths if bits < 16])
+def test_nothing_dequantized_exists(form, bits):
+    """What a step of decode needs beyond weights and cache is less than a layer's keys and values take in bf16, and no
+    single tensor is as large as its keys are."""
+    model, total, largest = scratch(
+        build("full", bits=bits, format=form, residual=64), 1900, n_layer=3, n_head=3, n_kv_head=3, head_dim=64
+    )
+    keys = 2 * model.layers[0].attention.cache.slot_pos.numel() * 64
+    assert 0 < largest < keys and total < 2 * keys
 
 
 def test_no_cache_sized_copy_in_a_step():

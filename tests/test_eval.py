@@ -242,29 +242,12 @@ def test_fewer_bits_cost_more_fidelity(checkpoint, capsys):
 
 def test_formats_side_by_side(checkpoint, capsys):
     """Of formats x bits, what there is; keys and values apart; each under its name."""
-    flags = [
-        "--cache",
-        "full",
-        "--format",
-        "int",
-        "kivi:solver=mse",
-        "nvfp4",
-        "--bits",
-        "8,4,k=4,v=2",
-        "--windows",
-        "1",
-    ]
+    formats = ["--format", "int", "kivi:solver=mse", "nvfp4"]
+    flags = ["--cache", "full", *formats, "--bits", "8,4,k=4,v=2", "--windows", "1"]
     rows = rows_of(capsys, checkpoint, "fidelity", *flags)
-    assert [ev.named(r)[2] for r in rows] == [
-        "16",
-        "int 8",
-        "int 4",
-        "int k=4,v=2",
-        "kivi:solver=mse 4",
-        "kivi:solver=mse k=4,v=2",
-        "nvfp4 4",
-    ]
-    assert rows[1]["kl"] < rows[2]["kl"] and len({r["kl"] for r in rows}) == 5
+    kivi = ["kivi:solver=mse 4", "kivi:solver=mse k=4,v=2"]
+    assert [ev.named(r)[2] for r in rows] == ["16", "int 8", "int 4", "int k=4,v=2", *kivi, "nvfp4 4"]
+    assert rows[1]["kl"] < rows[2]["kl"] < rows[3]["kl"] and len({r["kl"] for r in rows}) == 7
     rows = rows_of(capsys, checkpoint, "fidelity", "--cache", "full", "--bits", "16,k=8,v=2", "--windows", "1")
     assert [r["bits"] for r in rows] == [16, "k=8,v=2"] and rows[1]["kl"] > 0
     assert ev.main(["ppl", "--cache", "full", "--format", "nvfp4", "--bits", "8,2"]) == 2

@@ -187,6 +187,41 @@ def test_a_format_costs_more_than_nothing_and_less_than_its_width_allows(name, b
     torch.testing.assert_close(decode(model, ids, 80).log_softmax(-1), exact, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("policy", ["full", "h2o:recent=8", "pyramid:window=8"])
+@pytest.mark.parametrize("name,bits", EVERY)
+def test_all_state_is_in_the_buffers(name, bits, policy):
+    """A, then B, then A again is A; and buffers saved in the middle of A go on as A in a model that had read B."""
+    budget = None if policy == "full" else 128
+    spec = build(policy, budget=budget, bits=bits, format=name, residual=16)
+    ids, other = tokens(230), tokens(230, seed=5)
+
+    def made():
+        model = tiny_model(n_layer=2)
+        model.setup_caches(spec, 1, 230)
+        return model, [layer.attention.cache for layer in model.layers]
+
+    def go_on(model, start):
+        return torch.stack([model(ids[:, t : t + 1], torch.full((1, 1), t)) for t in range(start, 230)])
+
+    model, layers = made()
+    model.prefill(ids[:, :160], room=70)
+    expected = go_on(model, 160)
+    decode(model, other, 160, room=70)
+    model.prefill(ids[:, :160], room=70)
+    assert torch.equal(go_on(model, 160)[:20], expected[:20])
+    model.prefill(ids[:, :160], room=70)
+    for t in range(160, 190):
+        model(ids[:, t : t + 1], torch.full((1, 1), t))
+    saved = [{n: b.clone() for n, b in c.named_buffers()} for c in layers]
+    fresh, empty = made()
+    decode(fresh, other, 160, room=70)
+    for c, buffers in zip(empty, saved, strict=True):
+        assert dict(c.named_buffers()).keys() == buffers.keys()
+        for n, buffer in c.named_buffers():
+            buffer.copy_(buffers[n])
+    assert torch.equal(go_on(fresh, 190), expected[30:])
+
+
 def test_fp8_beyond_its_largest_number():
     """A prompt's keys of 600 set the scale of their head; what comes later clips; nothing is NaN."""
     model = tiny_model(n_layer=1)
@@ -233,11 +268,12 @@ def test_keys_and_values_apart():
     assert (type(c.v_store), c.v_store.bits, c.v_store.group) == (caches.IntStore, 2, 16)
     assert c.v_store.solve is kernels.mse
     spec = build("full", bits="v=2,k=16")
-    auto = [caches.Form("int", bits, (("solver", "mse"),)) for bits in (2, 4)]
-    assert (spec.k, spec.v, spec.residual) == (caches.Form("float", 16), auto[0], caches.RESIDUAL)
-    assert (spec.bits, spec.format) == ("k=16,v=2", "k=float,v=int:solver=mse")
-    assert build("full", bits=spec.bits, format=spec.format).v == auto[0]  # what a report says can be asked for
-    assert build("full", format="fp8").bits == 8 and build("full", bits="4").k == auto[1]
+    assert (spec.k, spec.v, spec.residual) == (caches.Form("float", 16), caches.Form("int", 2), caches.RESIDUAL)
+    assert (spec.bits, spec.format) == ("k=16,v=2", "k=float,v=int")
+    auto = build("full", bits=4)
+    assert auto.k == caches.Form("int", 4, (("solver", "mse"),)) and auto.v == caches.Form("int", 4)
+    assert build("full", bits=auto.bits, format=auto.format).k == auto.k  # what a report says can be asked for
+    assert build("full", format="fp8").bits == 8 and build("full", bits="8").k == caches.Form("int", 8)
 
 
 @pytest.mark.parametrize(
