@@ -82,6 +82,8 @@ class KVCache(nn.Module):
         """q [B,H*G,T,D], k and v [B,H,T,D], pos [B,T] -> what attention reads, [B,H*G,T,D]."""
         if q.shape[2] > 1:
             return self.prefill(q, k, v, pos)
+        self.k_store.begin(k, pos == 0)
+        self.v_store.begin(v, pos == 0)
         slot = self.policy.place(self, q, k, v, pos)
         self.put(slot, k, v, pos)
         self.policy.measure(self, slot)
@@ -121,7 +123,7 @@ class KVCache(nn.Module):
         """Write tokens k and v [B,H,T,D] at pos [B,T] to their slots [B,H,T]; with T > 1, -1 for one that gets none."""
         pos = pos[:, None].expand(k.shape[:3])
         if self.residual is not None:
-            self.residual.put(slot, k, v, pos)
+            self.residual.put(slot, k, v, pos, self.unit)
         b, h = rows(slot)
         if slot.shape[2] > 1:  # heads may keep different numbers of tokens
             b, h, t = (slot >= 0).nonzero(as_tuple=True)
@@ -168,7 +170,7 @@ class KVCache(nn.Module):
 
     def nearer(self, q: Tensor, seen: Tensor) -> Tensor:
         """q [B,*,T,D] as its positions would be if the `seen` [B] tokens so far were only those that are held."""
-        held = torch.minimum(self.policy.count[:, 0], self.policy.capacity)
+        held = (self.slot_pos[:, 0] >= 0).sum(-1)
         return kernels.turned(q, held - seen, self.policy.frequencies)
 
     def read(self, pos: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +204,8 @@ class KVCache(nn.Module):
         wanted = max(need) if all(begins) else max(slots, *need)
         if wanted != slots:
             if slots and policy.appends:
-                policy.count.clamp_(max=slots)  # tokens beyond that went over older ones
+                self.k_store.close(policy.count > slots)  # tokens beyond that went over older ones
+                policy.count.clamp_(max=slots)
             self.allocate(wanted)
         self.reset([b for b, new in enumerate(begins) if new])
         policy.capacity.copy_(torch.tensor([wanted] * len(need) if policy.appends else need))
@@ -827,8 +830,12 @@ class Store(nn.Module):
             self.register_buffer(f"part{i}", resized(old, 2, max(-(-slots // CHUNK), 2)), persistent=False)
         self.names = [f"part{i}" for i in range(len(sample))]
 
-    def begin(self, x: Tensor) -> None:
-        """Told of all keys or values [B,H,T,D] of a new prompt, before some of them are put."""
+    def begin(self, x: Tensor, begins: Tensor | None = None) -> None:
+        """Told of all keys or values [B,H,T,D] of a new prompt, before some of them are put; of single tokens, too, and
+        which of them [B,1] are a prompt of their own."""
+
+    def close(self, done: Tensor) -> None:
+        """Told of heads [B,H] whose last token is not going to be followed by one in the next slot."""
 
     def slots_last(self, i: int) -> bool:
         """Is part i [B,H,n,d,C]?"""
@@ -968,8 +975,9 @@ class Scaled(Codes):
             ones = torch.ones(layout.batch, layout.heads, device=self.device)
             self.register_buffer("whole", ones, persistent=False)
 
-    def begin(self, x):
-        self.whole.copy_(self.measured(self.grouped(x.float()).abs().amax((2, 3, 4))))
+    def begin(self, x, begins=None):
+        whole = self.measured(self.grouped(x.float()).abs().amax((2, 3, 4)))
+        self.whole.copy_(whole if begins is None else torch.where(begins, whole, self.whole))
 
     def put(self, where, x):
         super().put(where, x / self.whole[where[0], where[1]][..., None])
@@ -1124,6 +1132,9 @@ class KIVIKeys(KIVIStore):
         ).nonzero()  # at most one of a head: what was open before is full, or still that one
         self.exact[fills[:, 0], fills[:, 1]] = units[tuple(fills.T)].to(self.dtype)
 
+    def close(self, done):
+        self.open.masked_fill_(done[..., None], False)
+
     def decoded(self):
         return torch.where(self.open[..., None, None], self.exact[:, :, None].float(), super().decoded())
 
@@ -1181,11 +1192,11 @@ class Residual(nn.Module):
     def row(self, pos: Tensor) -> Tensor:
         return torch.where(pos < self.sink, pos, self.sink + pos % self.length)
 
-    def put(self, slot: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+    def put(self, slot: Tensor, k: Tensor, v: Tensor, pos: Tensor, unit: int = 1) -> None:
         """Tokens k and v [B,H,T,D] at pos [B,H,T] with their slots [B,H,T], -1 for a token that got none."""
-        T = k.shape[2]
-        evicted = (self.slot[..., None] == slot[:, :, None]).any(-1)  # whose slot is taken now
-        self.slot.masked_fill_(evicted, -1)
+        T, ours, taken = k.shape[2], self.slot[..., None], slot[:, :, None]
+        gone = torch.where(taken % unit == 0, unit, 1)  # the first slot of a unit takes all of it
+        self.slot.masked_fill_(((ours >= taken) & (ours < taken + gone)).any(-1), -1)
         # Two tokens of one call must not meet in a row: of a long prompt, the first ones, then the last ones over them.
         for part in [slice(0, T)] if T <= self.length else [slice(0, self.sink), slice(T - self.length, T)]:
             row = self.row(pos[:, :, part])
@@ -1264,8 +1275,9 @@ class Form:
 
     def effective(self, dim: int) -> float:
         """Bits that one element of a head of `dim` channels takes, scales and the like included; 16 mean bf16."""
-        parts = self.store(True, dim, torch.bfloat16, "cpu").encode(torch.zeros(CHUNK, dim))
-        return sum(part.nbytes for part in parts) * 8 / (CHUNK * dim)
+        stores = [self.store(is_key, dim, torch.bfloat16, "cpu") for is_key in (True, False)]
+        parts = [part for store in stores for part in store.encode(torch.zeros(CHUNK, dim))]
+        return sum(part.nbytes for part in parts) * 8 / (2 * CHUNK * dim)
 
     def store(self, is_key: bool, dim: int, dtype: torch.dtype, device) -> Store:
         kind = FORMATS[self.name]
@@ -1396,7 +1408,7 @@ def apart(flag: str, value: int | str | None) -> tuple[int | str | None, int | s
 def form(text: str, bits: int | str | None, which: int) -> Form:
     """A format by its name, `NAME[:key=value,..]` or auto, and a number of bits, or None: the name decides. Of keys (0)
     or values (1), which is what auto depends on."""
-    name, _, rest = text.partition(":")
+    name, _, rest = str(text).partition(":")
     if name not in ("auto", *FORMATS):
         raise SpecError(
             f"--format {name}: no such format; choose from auto, {', '.join(FORMATS)} (--format help explains them)"
@@ -1407,7 +1419,7 @@ def form(text: str, bits: int | str | None, which: int) -> Form:
             raise SpecError(f"--format {name}: give --bits {either(widths)} as well")
         bits = widths[0]
     offered = [*AUTO] if name == "auto" else FORMATS[name].widths
-    if not str(bits).isdecimal() or int(bits) not in offered:
+    if str(bits) not in map(str, offered):
         why = "choose" if name == "auto" else f"{name} has"
         raise SpecError(f"--bits {bits}: {why} {either(offered)}")
     if name == "auto":
@@ -1461,7 +1473,7 @@ def arguments_and_defaults(part: type) -> dict:
 
 
 FORMAT_ARGUMENTS = """\
-group      channels that share a scale
+group      channels that share a scale; kivi: of values, keys share one over 32 tokens
 solver     how the range of a group is found: minmax, mse (least squares) or hqq"""
 
 ARGUMENTS = """\

@@ -239,6 +239,24 @@ def test_fp8_beyond_its_largest_number():
     assert c.k_store.read()[0, :, 40, 0].tolist() == [448, pytest.approx(600), 448]
 
 
+@pytest.mark.parametrize("name,bits", [("nvfp4", 4), ("fp8", 8)])
+def test_a_prompt_of_one_token_sets_the_unit(name, bits):
+    model = tiny_model(n_layer=1, head_dim=64)
+    model.setup_caches(build("full", bits=bits, format=name, residual=0), 2, 64)
+    c, generator = model.layers[0].attention.cache, torch.Generator().manual_seed(1)
+    k, v, q = (torch.randn(2, h, 2, 64, generator=generator) for h in (3, 3, 9))
+    scale = {"nvfp4": 0.001, "fp8": 1000}[name]
+    for n in (1, 2):
+        c.fit([n, n], [0, 0], 8, 64)
+        c(q[:, :, :n], k[:, :, :n] * scale, v[:, :, :n] * scale, torch.arange(n).expand(2, n))
+        whole = c.v_store.whole.clone()
+        assert (whole < 0.01).all() if name == "nvfp4" else (whole > 1).all()
+        for x, s in ((k, c.k_store), (v, c.v_store)):
+            assert (s.read()[:, :, :n] / scale - x[:, :, :n]).norm() < 0.15 * x[:, :, :n].norm()
+        c(q[:, :, :1], k[:, :, :1], v[:, :, :1], torch.full((2, 1), n))
+        assert torch.equal(c.v_store.whole, whole)  # and it stands
+
+
 def test_nvfp4_keeps_the_prompts_unit():
     """It is from the prompt's largest number, a new prompt sets it anew, and what is larger later on clips."""
     model = tiny_model(n_layer=1)
@@ -285,6 +303,9 @@ def test_keys_and_values_apart():
         (dict(bits="k=4,v=x"), ["--bits x"]),
         (dict(bits=8, format="nvfp4"), ["--bits 8", "nvfp4 has 4"]),
         (dict(format="int"), ["--format int", "--bits 8, 4 or 2"]),
+        (dict(bits="1" * 5000), ["--bits 1", "choose 16, 8, 4 or 2"]),
+        (dict(bits="٤"), ["--bits ٤", "choose 16, 8, 4 or 2"]),
+        (dict(bits=4, format=None), ["--format None", "no such format"]),
         (dict(bits=4, format="fp7"), ["--format fp7", "nvfp4"]),
         (dict(bits=4, format="int:solver=best"), ["solver=best", "minmax, mse, hqq"]),
         (dict(bits=4, format="int:group=4"), ["group=4", "8"]),
@@ -417,6 +438,46 @@ def test_kivi_under_every_policy(policy, residual):
             c(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], torch.tensor([[t]]))
             check(t)
     assert evicted > 500 or c.policy.appends
+
+
+@pytest.mark.parametrize("policy", ["window", "streaming", "h2o:recent=8", "tova"])
+def test_kivi_gives_up_a_unit_in_the_residual_too(policy):
+    """Attention while decoding is attention over what is held, as `read` says it is, with and without a residual."""
+    for residual in (0, 48):
+        _, c = kivi_cache(policy, 128, bits=4, residual=residual, length=400)
+        generator = torch.Generator().manual_seed(0)
+        k, v, q = (torch.randn(1, h, 300, 20, generator=generator) for h in (3, 3, 9))
+        c.fit([150], [0], 150, 400)
+        c.prefill(q[:, :, :150], k[:, :, :150], v[:, :, :150], torch.arange(150)[None])
+        for t in range(150, 300):
+            got = c(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], torch.tensor([[t]]))
+            live = c.slot_pos >= 0
+            if residual:
+                ring = c.residual.slot[0]
+                assert all(live[0, h, ring[h, ring[h] >= 0].long()].all() for h in range(3))
+            keys, values = c.read(torch.tensor([t]))
+            asked = q[:, :, t].view(1, 3, 3, 20) * 20**-0.5
+            score = asked @ keys.mT
+            if c.policy.relative:  # the sinks are as far away as there are tokens held
+                near = kernels.turned(asked, live[:, 0].sum(-1) - t - 1, c.policy.frequencies)
+                score[..., : c.policy.sink] = near @ keys[:, :, : c.policy.sink].mT
+            expected = score.masked_fill(~live[:, :, None], -math.inf).softmax(-1) @ values
+            torch.testing.assert_close(got.view(1, 3, 3, 20), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_kivi_beyond_its_room_and_then_a_second_turn():
+    """Tokens beyond the room go over the oldest; the unit that they were filling is closed by a new turn."""
+    _, c = kivi_cache(bits=4, length=400)
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(1, h, 300, 20, generator=generator) for h in (3, 3, 9))
+    c.fit([64], [0], 10, 400)
+    for a, b in [(0, 64), *((t, t + 1) for t in range(64, 109)), (109, 129)]:
+        if b == 129:
+            c.fit([20], [109], 50, 400)
+        c(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], torch.arange(a, b)[None])
+    live, stored = c.slot_pos >= 0, c.k_store.read()[:, :, : c.slot_pos.shape[2]]
+    off = (stored - caches.take(k, c.slot_pos.clamp(min=0).long())).abs().amax(-1)[live]
+    assert off.max() < 0.3 and (c.k_store.open.sum(-1) == 1).all()
 
 
 def test_kivi_gives_up_the_unit_of_the_least_worth():
