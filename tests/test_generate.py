@@ -68,7 +68,7 @@ def test_report(cli):
     assert c["kept_per_head"] == [[k] * 3 for k in c["kept_per_layer"]]
     assert len(set(c["slots_per_layer"])) == 3
     assert c["full_bytes"] == (prompt + 8) * 3 * 3 * 20 * 2 * 2
-    assert (c["policy"], c["format"], c["bits"], c["layout"]) == ("pyramid", "int", 4, "dense")
+    assert (c["policy"], c["format"], c["bits"], c["layout"]) == ("pyramid", "k=int:solver=mse,v=int", 4, "dense")
     assert data["graphs"] == 0 and data["time"]["compile_s"] == 0
     assert out == data["text"] + "\n"
     assert f"{prompt:,} prompt + 9 new" in err and "ratio" in err and "tok/s" in err
