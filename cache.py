@@ -950,9 +950,13 @@ class IntStore(Codes):
         super().__init__(is_key, dim, dtype, device, bits, group)
         self.solve = choice("solver", solver, SOLVERS)
 
+    def integers(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..,g] -> codes [..,g], and the scale and zero [..] that its range is given."""
+        top = 2**self.bits - 1
+        return kernels.between(x, *self.solve(x, *x.aminmax(dim=-1), top), top)
+
     def encode(self, x):
-        x, top = self.grouped(x), 2**self.bits - 1
-        codes, scale, zero = kernels.between(x, *self.solve(x, *x.aminmax(dim=-1), top), top)
+        codes, scale, zero = self.integers(self.grouped(x))
         return self.packed(codes), torch.cat([scale, zero], -1)
 
     def shared(self, scale_zero):
@@ -1092,8 +1096,7 @@ class KIVIKeys(KIVIStore):
             self.register_buffer("exact", exact, persistent=False)
 
     def encode(self, x):  # [..,C,D], a whole unit
-        x, top = x.mT, 2**self.bits - 1
-        codes, scale, zero = kernels.between(x, *self.solve(x, *x.aminmax(dim=-1), top), top)
+        codes, scale, zero = self.integers(x.mT)
         return self.packed(codes.mT.unflatten(-1, (-1, self.group))), torch.cat([scale, zero], -1).unsqueeze(-2)
 
     def decode(self, codes, scale_zero):
@@ -1127,9 +1130,8 @@ class KIVIKeys(KIVIStore):
         for part, new in ((self.part0, codes.mT), (self.part1, scale_zero.mT)):
             part.copy_(torch.where(touched[..., None, None], new, part))
         self.open.copy_(torch.where(touched, ~filled.all(-1), self.open))
-        fills = (
-            touched & self.open
-        ).nonzero()  # at most one of a head: what was open before is full, or still that one
+        # At most one of a head fills: what was open before is full, or still that one.
+        fills = (touched & self.open).nonzero()
         self.exact[fills[:, 0], fills[:, 1]] = units[tuple(fills.T)].to(self.dtype)
 
     def close(self, done):

@@ -1416,12 +1416,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError("--vs transformers: it is not installed; pip install transformers, or drop --vs")
     args.device = pick_device(args.device)
     args.arms = [Arm("full", None, 16)]
-    wanted = {bits: {int(b) for b in caches.apart("--bits", bits)} for bits in args.bits}
+    wanted = {bits: {*map(str, caches.apart("--bits", bits))} for bits in args.bits}
+    offered = {name: {*map(str, store.widths)} for name, store in caches.FORMATS.items()}
     for name, form, bits in itertools.product(args.cache, args.format, args.bits):
-        store = caches.FORMATS.get(form.partition(":")[0])
-        if store and not wanted[bits] <= set(store.widths):  # of a grid, what there is
-            if not any(some <= set(store.widths) for some in wanted.values()):
-                raise UsageError(f"--format {form}: has {caches.either(store.widths)} bits, none of --bits")
+        own = offered.get(form.partition(":")[0], wanted[bits])
+        if not wanted[bits] <= own and wanted[bits] <= set().union(*offered.values()):  # of a grid, what there is
+            if not any(some <= own for some in wanted.values()):
+                raise UsageError(
+                    f"--format {form}: has {caches.either(sorted(own, key=int, reverse=True))} bits, none of --bits"
+                )
             continue
         for budget in [None] if name == "full" else args.budget:
             arm = Arm(name, budget, bits, form)

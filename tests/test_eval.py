@@ -252,6 +252,10 @@ def test_formats_side_by_side(checkpoint, capsys):
     assert [r["bits"] for r in rows] == [16, "k=8,v=2"] and rows[1]["kl"] > 0
     assert ev.main(["ppl", "--cache", "full", "--format", "nvfp4", "--bits", "8,2"]) == 2
     assert "--format nvfp4: has 4 bits" in capsys.readouterr().err
+    given = [("foo", "foo"), ("k=x,v=2", "x"), ("99,4", "99")]
+    for (bits, bad), form in itertools.product(given, ["auto", "int"]):
+        assert ev.main(["ppl", "--cache", "full", "--format", form, "--bits", bits]) == 2
+        assert capsys.readouterr().err.startswith(f"eval.py: --bits {bad}: ")
 
 
 def test_an_interrupted_run_goes_on(checkpoint, capsys, tmp_path, monkeypatch):
