@@ -138,6 +138,9 @@ class KVCache(nn.Module):
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
         q = kernels.written(q.float() * q.shape[-1] ** -0.5)
+        stores = self.k_store.written(), self.v_store.written()
+        if kernels.has_kernel(q) and None not in stores:
+            return self.attend_written(q, pos, *stores)
         live = self.slot_pos >= 0
         if self.residual is not None:  # a token that is held exactly is read there, not from its codes
             live = live & ~self.residual.covers(self.slot_pos, pos)
@@ -156,6 +159,30 @@ class KVCache(nn.Module):
         mass = (weights[0] / total).sum(2)[..., : self.slot_pos.shape[2]]
         if self.residual is not None:
             mass = self.residual.spread((weights[1] / total).sum(2), mass, self.slot_pos, pos)
+        return y, mass
+
+    def attend_written(
+        self, q: Tensor, pos: Tensor, k: kernels.Written, v: kernels.Written
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend` by one kernel: q [B,H,G,D] float32, scaled."""
+        ring, near, sinks = self.residual, None, 0
+        if self.policy.relative and self.policy.sink:
+            near, sinks = self.nearer(q, pos + 1), self.policy.sink
+        if ring is not None:
+            ring = kernels.Ring(q, near, ring.k, ring.v, ring.slot, ring.length, ring.sink)
+        asked = [x if x is None else self.k_store.query(x) for x in (q, near)]
+        y, lse, logits, rest = kernels.attend(
+            asked[0], k, v, self.slot_pos, pos, ring, asked[1], sinks, self.policy.learns
+        )
+        share, whole = kernels.merge(lse)
+        y = y * share[..., None]
+        ours = y[:, :, -1] if ring else 0
+        y = self.v_store.value(y[:, :, : y.shape[2] - (ring is not None)].sum(2)) + ours
+        if not self.policy.learns:
+            return y, None
+        mass = (logits - whole[..., None]).exp().sum(2)
+        if ring is not None:
+            mass = self.residual.spread((rest - whole[..., None]).exp().sum(2), mass, self.slot_pos, pos)
         return y, mass
 
     def ask_sinks(self, q: Tensor, live: Tensor, scores: list[Tensor]) -> list[Tensor]:
@@ -862,6 +889,18 @@ class Store(nn.Module):
         parts = zip(self.parts, last, strict=True)
         return self.decode(*(p[b, h, chunk, :, lane] if end else p[b, h, chunk, lane] for p, end in parts)).float()
 
+    def written(self) -> kernels.Written | None:
+        """How a GPU's kernel reads this store; None: it knows no such format, so that `dot` and `mix` do it."""
+        return kernels.Written(self.part0) if type(self) is Store else None
+
+    def query(self, q: Tensor) -> Tensor:
+        """q [B,H,R,D] as it meets keys as they are written."""
+        return q
+
+    def value(self, y: Tensor) -> Tensor:
+        """A sum y [B,H,R,D] of values as they are written, as one of values."""
+        return y
+
     def dot(self, q: Tensor, live: Tensor, chunks: int | None = None) -> Tensor:
         """q [B,H,G,D] float32, live [B,H,S] -> scores [B,H,G,n*C] of all chunks or the first, -inf where not live."""
         return kernels.dot(q, [self.decoded().mT[:, :, :chunks, None].float()], live)
@@ -881,6 +920,7 @@ class Codes(Store):
     """
 
     rotated = True
+    tile: tuple[str, str] | None = None  # what a GPU's kernel calls such codes and scales, where it knows them
 
     def __init__(self, is_key, dim, dtype, device, bits, group=32):
         super().__init__(is_key, dim, dtype, device, bits)
@@ -932,19 +972,32 @@ class Codes(Store):
 
     def dot(self, q, live, chunks=None):
         codes, *rest = (part[:, :, :chunks] for part in self.parts)
-        q = kernels.rotate(q, self.rotation) if self.rotated else q
-        return kernels.dot(q, self.planes(codes, -2), live, *self.across(rest))
+        return kernels.dot(self.query(q), self.planes(codes, -2), live, *self.across(rest))
 
-    def mix(self, p):  # the sum of rotated values is the rotated sum: undo it once
+    def mix(self, p):
         codes, *rest = self.parts
-        y = kernels.mix(p, self.planes(codes, -1), *self.across(rest))
-        return kernels.rotate(y, self.rotation) if self.rotated else y
+        return self.value(kernels.mix(p, self.planes(codes, -1), *self.across(rest)))
+
+    def query(self, q):
+        return kernels.rotate(q, self.rotation) if self.rotated else q
+
+    value = query  # the sum of rotated values is the rotated sum: undone once, by the same matrix
+
+    def written(self):
+        if self.tile is None:
+            return None
+        codes, *shared = self.parts
+        number, scale = self.tile
+        return kernels.Written(
+            codes, *shared, number=number, scale=scale, bits=self.bits, span=self.span, groups=self.span // self.group,
+            wide=self.dtype == torch.float32,
+        )  # fmt: skip
 
 
 class IntStore(Codes):
     """Integers, with a scale and a minimum in fp16 for every 32 channels of a token, after a rotation (2404.00456)."""
 
-    widths = (8, 4, 2)
+    widths, tile = (8, 4, 2), ("int", "range")
 
     def __init__(self, is_key, dim, dtype, device, bits, group=32, solver="minmax"):
         super().__init__(is_key, dim, dtype, device, bits, group)
@@ -992,17 +1045,17 @@ class Scaled(Codes):
     def at(self, where):
         return super().at(where) * self.whole[where[0], where[1]][..., None]
 
-    def dot(self, q, live, chunks=None):
-        return super().dot(q * self.whole[:, :, None, None], live, chunks)
+    def query(self, q):
+        return super().query(q * self.whole[:, :, None, None])
 
-    def mix(self, p):
-        return super().mix(p) * self.whole[:, :, None, None]
+    def value(self, y):
+        return super().value(y) * self.whole[:, :, None, None]
 
 
 class FP8Store(Scaled):
     """E4M3 of 8 bits; a head's scale is 1 unless its prompt has numbers beyond 448, the largest that there is."""
 
-    widths, rotated = (8,), False
+    widths, rotated, tile = (8,), False, ("e4m3", "")
 
     def __init__(self, is_key, dim, dtype, device, bits=8):
         super().__init__(is_key, dim, dtype, device, bits, group=dim)
@@ -1026,7 +1079,7 @@ class MXFP4Store(Codes):
     Its exponent is that of the largest number, minus 2, as the standard says: from 6 to 8 times it, numbers clip to 6.
     """
 
-    widths = (4,)
+    widths, tile = (4,), ("e2m1", "power")
 
     def encode(self, x):
         x = self.grouped(x)
@@ -1048,7 +1101,7 @@ class NVFP4Store(Scaled):
     That float is from the largest number of the prompt, and stands: later blocks' scales clip at 448.
     """
 
-    widths = (4,)
+    widths, tile = (4,), ("e2m1", "e4m3")
 
     def __init__(self, is_key, dim, dtype, device, bits=4, group=16):
         super().__init__(is_key, dim, dtype, device, bits, group)
@@ -1084,7 +1137,10 @@ class KIVIKeys(KIVIStore):
     written anew with every token; once full it is left alone.
     """
 
-    unit = CHUNK
+    unit, tile = CHUNK, ("int", "channel")
+
+    def written(self):
+        return super().written()._replace(opened=self.open, exact=self.exact)
 
     def allocate(self, layout, slots):
         super().allocate(layout, slots)

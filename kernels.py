@@ -26,15 +26,36 @@ import collections
 import contextlib
 import functools
 import itertools
+import os
+import types
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+except ImportError:  # as on a Mac: plain PyTorch does everything
+    triton, tl, jit = None, types.SimpleNamespace(constexpr=None), lambda kernel: kernel
+
 # Slots that lie side by side in memory, and so in vector registers. Keys are stored [.., n, d, C] and values
 # [.., n, C, d]. 32 was as fast as 64 for keys (8,192 slots, 4 bits) and wastes half as much on rounding S up.
 CHUNK = 32
+BLOCK_S = 64  # slots that a program of a GPU reads at a time
+PROGRAMS = 512  # that the attention of one step is split into: about four for each processor of a large GPU
+
+# Triton's interpreter runs kernels on a CPU, for tests: slowly, and wrongly in bf16.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Is this a tensor that Triton kernels are for?"""
+    return triton is not None and (x.is_cuda or INTERPRETED)
 
 
 def written(x: Tensor) -> Tensor:
@@ -329,6 +350,11 @@ def softmax(scores: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     return weights, torch.where(total > 0, total, 1.0)
 
 
+def power_of_two(n: int) -> int:
+    """n, or the next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
 @functools.lru_cache
 def rotation(dim: int, device: torch.device) -> Tensor:
     """A fixed orthogonal matrix [dim,dim], float32: signs, Hadamard in power-of-two blocks, signs (2404.00456).
@@ -353,6 +379,305 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
     if x.numel() > 64 * x.shape[-1]:
         return x @ matrix
     return (x.unsqueeze(-1) * matrix).sum(-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPU: attention straight from what is written down. One kernel for all formats, which only `tile` knows.
+
+
+class Written(NamedTuple):
+    """A store as `attend` reads it: its buffers, and what their bytes mean.
+
+    codes [N,H,n,d,C] of keys or [N,H,n,C,d] of values, shared [N,H,n,rows,C] of scales, then zeros; N counts sequences,
+    or pages of a pool. Channels come in units of `span`, each packed as `pack` does, in `groups` with a scale each.
+    """
+
+    codes: Tensor
+    shared: Tensor | None = None
+    number: str = "float"  # what a code is: float, int, e2m1 or e4m3
+    bits: int = 0  # of a code; 0 where numbers are no codes
+    span: int = 0  # 0: all channels
+    groups: int = 1
+    scale: str = ""  # range: scale and zero, fp16; channel: one each for a channel of a chunk; power: of two; e4m3
+    opened: Tensor | None = None  # bool [N,H,n]: chunks that are read from exact [N,H,C,D] instead
+    exact: Tensor | None = None
+    wide: bool = False  # is it to be computed with in float32?
+
+    def form(self, dim: int) -> tuple:
+        """What a kernel must know when it is compiled: the above, then units and a plane's bytes of one, both rounded
+        up to powers of two, and to 16 channels for a matrix product; and whether to compute in float32."""
+        span, planes = self.span or dim, 8 // self.bits if self.bits else 1
+        units = power_of_two(dim // span)
+        return (
+            self.number,
+            self.bits,
+            span,
+            self.groups,
+            self.scale,
+            units,
+            max(power_of_two(span // planes), 16 // units),
+            self.wide,
+        )
+
+
+@jit
+def small_float(code, sign: tl.constexpr, shift: tl.constexpr, unit: tl.constexpr, T: tl.constexpr):
+    """A float of a few bits from its code, in dtype T: the bits go where an fp16 has them, whose bias is another."""
+    code = code.to(tl.int32)
+    bits = ((code & sign) * (32768 // sign)) | ((code & (sign - 1)) << shift)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(T) * unit
+
+
+@jit
+def tile(
+    codes, shared, opened, exact, at, head, lane, real, unit, byte, chunk, step, stride,
+    D: tl.constexpr, FORM: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Slots as numbers: a tuple of planes, [d,slots] of keys or [slots,d] of values, d channels each.
+
+    A slot is lane `lane` of chunk `at`, if that is real; unit and byte say which channels; in a chunk there are `step` bytes
+    from one channel to the next and `stride` from one slot. In fp16 a product
+    of a code and a scale, plus a zero, is as good as in float32 and then rounded; but powers of two may be beyond it.
+    """
+    NUMBER: tl.constexpr = FORM[0]
+    BITS: tl.constexpr = FORM[1]
+    SPAN: tl.constexpr = FORM[2]
+    GROUPS: tl.constexpr = FORM[3]
+    SCALE: tl.constexpr = FORM[4]
+    PLANES: tl.constexpr = 8 // BITS if BITS else 1
+    WIDTH: tl.constexpr = SPAN // PLANES
+    ROWS: tl.constexpr = D // SPAN * GROUPS  # of scales
+    T: tl.constexpr = tl.float32 if FORM[7] or SCALE == "power" else tl.float16
+    known = real & (unit < D // SPAN)
+    there = known & (byte < WIDTH)
+    word = tl.load(codes + at * chunk * (D // PLANES) + (unit * WIDTH + byte) * step + lane * stride, there, 0)
+    planes = ()
+    for j in tl.static_range(PLANES):
+        group = unit * GROUPS + j * GROUPS // PLANES
+        code = (word.to(tl.int16) >> (BITS * j)) & (2**BITS - 1)
+        if NUMBER == "float":
+            x = word
+        elif NUMBER == "e2m1":
+            x = small_float(code, 8, 9, 16384.0, T)
+        elif NUMBER == "e4m3":
+            x = small_float(code, 128, 7, 256.0, T)
+        else:
+            x = code.to(T)
+        if SCALE == "range":
+            where = shared + (at * 2 * ROWS + group) * chunk + lane
+            x = x * tl.load(where, known, 0).to(T) + tl.load(where + ROWS * chunk, known, 0).to(T)
+        elif SCALE == "channel":
+            channel = unit * SPAN + j * WIDTH + byte
+            where = shared + at * 2 * D + channel
+            x = x * tl.load(where, there, 0).to(T) + tl.load(where + D, there, 0).to(T)
+            is_open = tl.load(opened + at, real, 0) != 0
+            own = tl.load(exact + (head * chunk + lane) * D + channel, there & is_open, 0).to(tl.float32)
+            x = tl.where(is_open, tl.minimum(tl.maximum(own, -65504.0), 65504.0).to(T), x)
+        elif SCALE == "power":
+            power = tl.load(shared + (at * ROWS + group) * chunk + lane, known, 0).to(tl.int32)
+            x = x * (power << 23).to(tl.float32, bitcast=True)
+            x = x if FORM[7] else x.to(tl.bfloat16)
+        elif SCALE == "e4m3":
+            x = x * small_float(tl.load(shared + (at * ROWS + group) * chunk + lane, known, 0), 128, 7, 256.0, T)
+        planes = planes + (tl.reshape(x, SHAPE),)
+    return planes
+
+
+@jit
+def channels(j, FORM: tl.constexpr, D: tl.constexpr):
+    """The channels of plane j, as `tile` orders them; D for what only fills up to powers of two."""
+    PLANES: tl.constexpr = 8 // FORM[1] if FORM[1] else 1
+    WIDTH: tl.constexpr = FORM[2] // PLANES
+    i = tl.arange(0, FORM[5] * FORM[6])
+    unit, byte = i // FORM[6], i % FORM[6]
+    return tl.where((unit < D // FORM[2]) & (byte < WIDTH), unit * FORM[2] + j * WIDTH + byte, D)
+
+
+@jit
+def scan(
+    q, near, k, k_shared, k_opened, k_exact, v, v_shared, slots, table, logits, y, lse,
+    head, low, high, end, heads, rows, n, page, pages, held_from, held_below, sinks, chunk,
+    D: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    RING: tl.constexpr, NEAR: tl.constexpr, LOGITS: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Attention of a KV head's queries over slots low to high, of `end`: running maximum, sum and weighted values."""
+    K_PLANES: tl.constexpr = 8 // K[1] if K[1] else 1
+    V_PLANES: tl.constexpr = 8 // V[1] if V[1] else 1
+    KU: tl.constexpr = K[5]
+    KB: tl.constexpr = K[6]
+    VU: tl.constexpr = V[5]
+    VB: tl.constexpr = V[6]
+    row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    asked, asked_near, y_planes = (), (), ()
+    for j in tl.static_range(K_PLANES):
+        channel = channels(j, K, D)
+        where, there = row[:, None] * D + channel[None, :], (row < rows)[:, None] & (channel < D)[None, :]
+        asked = asked + (tl.load(q + head * rows * D + where, there, 0),)
+        if NEAR:
+            asked_near = asked_near + (tl.load(near + head * rows * D + where, there, 0),)
+    for _ in tl.static_range(V_PLANES):
+        y_planes = y_planes + (tl.zeros([BLOCK_R, VU * VB], tl.float32),)
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(low, high, BLOCK_S):
+        slot = start + tl.arange(0, BLOCK_S)
+        held = tl.load(slots + head * end + slot, slot < high, -1)
+        live = held >= 0
+        if not RING:  # those outside are read in the ring
+            live = live & (held >= held_from) & (held < held_below)
+        if PAGED:
+            at = (
+                tl.load(table + head // heads * pages + slot // page, slot < high, 0).to(tl.int64) * heads
+                + head % heads
+            )
+            at = at * n + slot % page // chunk
+            lane = slot % page % chunk
+        else:
+            at, lane = head * n + slot // chunk, slot % chunk
+        real = slot // chunk * chunk < end  # of a chunk all slots are read or none: a mask of slots allows no vectors
+        numbers = tile(
+            k, k_shared, k_opened, k_exact, at[None, None, :], head, lane[None, None, :], real[None, None, :],
+            tl.arange(0, KU)[:, None, None], tl.arange(0, KB)[None, :, None], chunk, chunk, 1,
+            D, K, (KU * KB, BLOCK_S),
+        )  # fmt: skip
+        score = tl.zeros([BLOCK_R, BLOCK_S], tl.float32)
+        for j in tl.static_range(K_PLANES):
+            score = tl.dot(asked[j].to(numbers[j].dtype), numbers[j], score, input_precision="ieee")
+        if NEAR:
+            nearer = tl.zeros([BLOCK_R, BLOCK_S], tl.float32)
+            for j in tl.static_range(K_PLANES):
+                nearer = tl.dot(asked_near[j].to(numbers[j].dtype), numbers[j], nearer, input_precision="ieee")
+            score = tl.where(((held if RING else slot) < sinks)[None, :], nearer, score)
+        score = tl.where(live[None, :], score, float("-inf"))
+        if LOGITS:
+            where = logits + (head * rows + row[:, None]) * end + slot[None, :]
+            tl.store(where, score, (row < rows)[:, None] & (slot < high)[None, :])
+        higher = tl.maximum(top, tl.max(score, 1))
+        safe = tl.maximum(higher, -1e30)  # nothing live so far: -inf minus -inf would be NaN
+        weight, fade = tl.exp(score - safe[:, None]), tl.exp(top - safe)
+        top, total = higher, total * fade + tl.sum(weight, 1)
+        numbers = tile(
+            v, v_shared, v, v, at[:, None, None], head, lane[:, None, None], real[:, None, None],
+            tl.arange(0, VU)[None, :, None], tl.arange(0, VB)[None, None, :], chunk, 1, D // V_PLANES,
+            D, V, (BLOCK_S, VU * VB),
+        )  # fmt: skip
+        summed = ()
+        for j in tl.static_range(V_PLANES):
+            part = tl.dot(weight.to(numbers[j].dtype), numbers[j], y_planes[j] * fade[:, None], input_precision="ieee")
+            summed = summed + (part,)
+        y_planes = summed
+    piece = (head * tl.num_programs(1) + tl.program_id(1)) * rows + row
+    share = 1 / tl.where(total > 0, total, 1)
+    tl.store(lse + piece, tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1)), float("-inf")), row < rows)
+    for j in tl.static_range(V_PLANES):
+        channel = channels(j, V, D)
+        there = (row < rows)[:, None] & (channel < D)[None, :]
+        tl.store(y + piece[:, None] * D + channel[None, :], y_planes[j] * share[:, None], there)
+
+
+@jit
+def attend_kernel(
+    q, near, k, k_shared, k_opened, k_exact, v, v_shared, slots, table, pos,
+    ring_q, ring_near, ring_k, ring_v, ring_slots, y, lse, logits, ring_logits,
+    heads, rows, end, n, split, page, pages, length, sink, sinks,
+    D: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr, RING: tl.constexpr, NEAR: tl.constexpr, LOGITS: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """One program: one KV head's queries, one part of its slots, or the ring."""
+    head = tl.program_id(0).to(tl.int64)
+    low = tl.program_id(1) * split * BLOCK_S  # as the compiler sees: whole chunks, and so whole vectors
+    held_from, held_below = 0, 2147483647
+    if RING:
+        held_from, held_below = sink, (tl.load(pos + head // heads) - length + 1).to(tl.int32)
+    if RING and tl.program_id(1) == tl.num_programs(1) - 1:
+        scan(
+            ring_q, ring_near, ring_k, ring_k, ring_k, ring_k, ring_v, ring_v, ring_slots, table, ring_logits, y, lse,
+            head, 0, RING, RING, heads, rows, 1, 1, 1, 0, 0, sinks, RING,
+            D, EXACT, EXACT, BLOCK_R, BLOCK_S, True, NEAR, LOGITS, False,
+        )  # fmt: skip
+    else:
+        scan(
+            q, near, k, k_shared, k_opened, k_exact, v, v_shared, slots, table, logits, y, lse,
+            head, low, tl.minimum(low + split * BLOCK_S, end), end, heads, rows, n, page, pages, held_from, held_below, sinks,
+            CHUNK, D, K, V, BLOCK_R, BLOCK_S, False, NEAR, LOGITS, PAGED,
+        )  # fmt: skip
+
+
+class Ring(NamedTuple):
+    """Slots that are also held exactly, as `attend` reads them: what `Residual` holds, and the queries as they were."""
+
+    q: Tensor  # [B,H,R,D] float32
+    near: Tensor | None
+    k: Tensor  # [B,H,D,rows]
+    v: Tensor  # [B,H,rows,D]
+    slot: Tensor  # int32 [B,H,rows]
+    length: int
+    sink: int
+
+
+def attend(
+    q: Tensor,
+    k: Written,
+    v: Written,
+    slot_pos: Tensor,
+    pos: Tensor,
+    ring: Ring | None = None,
+    near: Tensor | None = None,
+    sinks: int = 0,
+    logits: bool = False,
+    table: Tensor | None = None,
+    page: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Attention of R queries a KV head over slots, none of which holds a token that comes after any of the queries.
+
+    q [B,H,R,D] float32, as keys are written (rotated) and scaled; slot_pos int32 [B,H,S], -1 where empty; pos [B] the
+    newest token's. With a ring, tokens below ring.sink and the newest ring.length are read there. near: what the first
+    `sinks` slots are asked instead of q. table int [B,pages]: k and v are pools of pages of `page` slots each.
+    -> y [B,H,N,R,D] and log-sum-exp [B,H,N,R] of N pieces, float32, the ring's last, to be merged (`merge`), as values
+    are written; and if `logits`, the scores [B,H,R,S] and the ring's [B,H,R,rows], -inf where a slot was not read.
+    """
+    (B, H, R, D), S = q.shape, slot_pos.shape[2]
+    split_in = max(1, min(64, PROGRAMS // (B * H)))  # the same for all S, so that layers that differ share a graph
+    split = -(-S // (split_in * BLOCK_S))  # blocks of a program
+    pieces = split_in + (ring is not None)
+    y, lse = q.new_empty(B, H, pieces, R, D), q.new_empty(B, H, pieces, R)
+    scores = q.new_empty(B, H, R, S) if logits else None
+    ring_scores = q.new_empty(B, H, R, ring.slot.shape[2]) if logits and ring else None
+    rows = ring or Ring(q, None, q, q, slot_pos, 0, 0)
+    block = min(64, max(16, power_of_two(R)))  # a matrix product has 16 rows or more
+    attend_kernel[B * H, pieces, -(-R // block)](
+        *(x if x is not None else q for x in (q, near, k.codes, k.shared, k.opened, k.exact, v.codes, v.shared)),
+        *(slot_pos, slot_pos if table is None else table, pos),
+        *(rows.q, q if rows.near is None else rows.near, rows.k, rows.v, rows.slot, y, lse),
+        *(y if x is None else x for x in (scores, ring_scores)),
+        *(H, R, S, k.codes.shape[2], split, page or 1, 1 if table is None else table.shape[1]),
+        *(rows.length, rows.sink, sinks),
+        D=D,
+        K=k.form(D),
+        V=v.form(D),
+        EXACT=Written(rows.k).form(D),
+        CHUNK=v.codes.shape[3],
+        BLOCK_R=block,
+        BLOCK_S=BLOCK_S,
+        RING=rows.slot.shape[2] if ring else 0,
+        NEAR=near is not None,
+        LOGITS=logits,
+        PAGED=table is not None,
+        num_warps=4,
+        num_stages=2,
+    )
+    return y, lse, scores, ring_scores
+
+
+def merge(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Shares of pieces of attention in the whole, and its log-sum-exp: lse [B,H,N,R] -> [B,H,N,R], [B,H,R].
+
+    A query that nothing was read for has shares of 0.
+    """
+    top = lse.amax(2).clamp(min=-1e30)
+    weight = (lse - top[:, :, None]).exp()
+    total = weight.sum(2)
+    return weight / torch.where(total > 0, total, 1)[:, :, None], top + total.log()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
