@@ -46,7 +46,7 @@ except ImportError:  # as on a Mac: plain PyTorch does everything
 # Slots that lie side by side in memory, and so in vector registers. Keys are stored [.., n, d, C] and values
 # [.., n, C, d]. 32 was as fast as 64 for keys (8,192 slots, 4 bits) and wastes half as much on rounding S up.
 CHUNK = 32
-BLOCK_S = 64  # slots that a program of a GPU reads at a time
+BLOCK_S = 64  # slots or keys that a program of a GPU reads at a time
 PROGRAMS = 512  # that the attention of one step is split into: about four for each processor of a large GPU
 
 # Triton's interpreter runs kernels on a CPU, for tests: slowly, and wrongly in bf16.
@@ -68,15 +68,19 @@ def written(x: Tensor) -> Tensor:
     return torch.stack([x, -x])[0] if torch.compiler.is_compiling() and not x.is_cuda else x
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..,I], weight [O,I], bias [O] -> [..,O].
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """x [..,I], weight [O,I], bias [O] -> [..,O]. With a scale [O], weight is int8 and means weight * scale.
 
     One row against a bf16 matrix is a read of the matrix and nothing else. oneDNN gets under half of the memory
     bandwidth there; the same product written as multiply + sum, which Inductor vectorises, about three quarters.
     """
     if x.numel() != x.shape[-1] or x.is_cuda or not torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    y = (x.float().unsqueeze(-2) * weight.float()).sum(-1)
+        if scale is None:
+            return F.linear(x, weight, bias)
+        y = F.linear(x, weight.to(x.dtype)) * scale
+    else:
+        y = (x.float().unsqueeze(-2) * weight.float()).sum(-1)
+        y = y if scale is None else y * scale
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
@@ -88,6 +92,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, live: Tensor, near: Tensor | None = None, sink: int = 0) -> Tensor:
     """T queries over S cached slots and causally over their own T tokens; arguments as for `rows_of_attention`,
     v [B,H,S+T,D] -> [B,H*G,T,D]."""
+    if has_kernel(q):
+        return flash(q, k, v, live, near=near, sink=sink)[0]
     y = torch.empty_like(q)
     v = v.float()
     for t, weights, total in rows_of_attention(q, k, live, near=near, sink=sink):
@@ -111,6 +117,13 @@ def column_mass(q: Tensor, k: Tensor, live: Tensor | None = None, window: int | 
     """
     mass = k.new_zeros(k.shape[:3], dtype=torch.float32)
     window = q.shape[2] if window is None else window
+    if has_kernel(q):
+        _, lse = flash(q, k, None, live, q.shape[2] - window)
+        size = blocks(q.shape[3])
+        columns_kernel[k.shape[0] * k.shape[1], -(-k.shape[2] // size["BLOCK_S"])](
+            *chunk_arguments(q, k, None, live, q.shape[2] - window), lse, mass, LIVE=live is not None, **size
+        )
+        return mass
     for _, weights, total in rows_of_attention(q, k, live, q.shape[2] - window, rows=min(64, -(-window // 2))):
         share = (1 / total).flatten(2, 3)[:, :, None] @ weights.flatten(2, 3)  # normalises and sums in one product
         mass[:, :, : weights.shape[-1]] += share[:, :, 0]
@@ -153,6 +166,126 @@ def rows_of_attention(
         score[..., S + t :].masked_fill_(future, float("-inf"))
         weights = score.sub_(score.amax(-1, keepdim=True)).exp_()  # in place: one block of scores, not three
         yield t, weights, weights.sum(-1)
+
+
+def chunk_arguments(q: Tensor, k: Tensor, v: Tensor | None, live: Tensor | None, first: int) -> tuple:
+    """What the two kernels below are both told."""
+    _, heads, T, D = q.shape
+    H, S = k.shape[1], k.shape[2] - T
+    assert q.stride(3) == k.stride(3) == 1 and (v is None or v.stride(3) == 1)
+    v, live = k if v is None else v, q if live is None else live.contiguous()
+    return q, k, v, live, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], S, T, first, H, heads // H, D**-0.5
+
+
+def blocks(dim: int) -> dict:
+    """What one program of these works on at a time."""
+    return dict(
+        D=dim,
+        BLOCK_D=max(16, power_of_two(dim)),
+        BLOCK_T=64 if dim <= 128 else 32,
+        BLOCK_S=64 if dim <= 128 else 32,
+        num_warps=8 if 64 < dim <= 128 else 4,
+        num_stages=2,
+    )
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    live: Tensor | None,
+    first: int = 0,
+    near: Tensor | None = None,
+    sink: int = 0,
+) -> tuple[Tensor | None, Tensor]:
+    """`attend_chunk` and its log-sum-exp [B,H*G,T-first] by one kernel, or without v the latter alone."""
+    B, heads, T, D = q.shape
+    y, lse = None if v is None else q.new_empty(q.shape), q.new_empty(B, heads, T - first, dtype=torch.float32)
+    size = blocks(D)
+    flash_kernel[B * heads, -(-(T - first) // size["BLOCK_T"])](
+        *chunk_arguments(q, k, v, live, first),
+        q if near is None else near.contiguous(),
+        *(sink, lse, lse if y is None else y),
+        LIVE=live is not None,
+        NEAR=near is not None,
+        VALUES=v is not None,
+        **size,
+    )
+    return y, lse
+
+
+@jit
+def chunk_scores(
+    x, k, live, row, key, head, b, h, k_b, k_h, k_t, S, T, H, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """Queries x [t,d] of a head at rows t of a chunk, keys [s] -> scores [t,s], -inf where one is not to be seen."""
+    channel = tl.arange(0, BLOCK_D)
+    there = (key < S + T)[None, :] & (channel < D)[:, None]
+    keys = tl.load(k + b * k_b + h * k_h + key.to(tl.int64)[None, :] * k_t + channel[:, None], there, 0)
+    seen = key[None, :] - S <= row[:, None]
+    if LIVE:
+        held = tl.load(live + (b * H + h) * S + key, key < S, 1) != 0
+        seen = seen & held[None, :]
+    return tl.where(seen, tl.dot(x, keys, input_precision="ieee") * scale, float("-inf"))
+
+
+@jit
+def flash_kernel(
+    q, k, v, live, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, S, T, first, H, G, scale, near, sink, lse, y,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, D: tl.constexpr,
+    LIVE: tl.constexpr, NEAR: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """One program: some rows of one query head, over all keys that they see."""
+    head = tl.program_id(0).to(tl.int64)
+    b, h = head // (H * G), head % (H * G) // G
+    row, channel = first + tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    there = (row < T)[:, None] & (channel < D)[None, :]
+    x = tl.load(q + b * q_b + head % (H * G) * q_h + row.to(tl.int64)[:, None] * q_t + channel[None, :], there, 0)
+    if NEAR:
+        nearer = tl.load(near + (head * T + row[:, None]) * D + channel[None, :], there, 0)
+    top, total = tl.full([BLOCK_T], float("-inf"), tl.float32), tl.zeros([BLOCK_T], tl.float32)
+    out = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for start in range(0, tl.minimum(S + T, S + first + (tl.program_id(1) + 1) * BLOCK_T), BLOCK_S):
+        key = start + tl.arange(0, BLOCK_S)
+        score = chunk_scores(x, k, live, row, key, head, b, h, k_b, k_h, k_t, S, T, H, scale, D, BLOCK_D, LIVE)
+        if NEAR:
+            near_score = chunk_scores(
+                nearer, k, live, row, key, head, b, h, k_b, k_h, k_t, S, T, H, scale, D, BLOCK_D, LIVE
+            )
+            score = tl.where((key < sink)[None, :], near_score, score)
+        higher = tl.maximum(top, tl.max(score, 1))
+        safe = tl.maximum(higher, -1e30)
+        weight, fade = tl.exp(score - safe[:, None]), tl.exp(top - safe)
+        top, total = higher, total * fade + tl.sum(weight, 1)
+        if VALUES:
+            at = v + b * v_b + h * v_h + key.to(tl.int64)[:, None] * v_t + channel[None, :]
+            values = tl.load(at, (key < S + T)[:, None] & (channel < D)[None, :], 0)
+            out = tl.dot(weight.to(values.dtype), values, out * fade[:, None], input_precision="ieee")
+    tl.store(lse + head * (T - first) + row - first, top + tl.log(total), row < T)
+    if VALUES:
+        tl.store(y + (head * T + row[:, None]) * D + channel[None, :], out / total[:, None], there)
+
+
+@jit
+def columns_kernel(
+    q, k, v, live, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, S, T, first, H, G, scale, lse, mass,
+    BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, D: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """One program: some keys of one KV head, and all queries that see them, in the same order whatever runs beside."""
+    head = tl.program_id(0).to(tl.int64)
+    b, h = head // H, head % H
+    key, channel = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    for g in range(G):
+        for start in range(tl.maximum(first, tl.program_id(1) * BLOCK_S - S), T, BLOCK_T):
+            row = start + tl.arange(0, BLOCK_T)
+            there = (row < T)[:, None] & (channel < D)[None, :]
+            x = tl.load(q + b * q_b + (h * G + g) * q_h + row.to(tl.int64)[:, None] * q_t + channel[None, :], there, 0)
+            score = chunk_scores(x, k, live, row, key, head, b, h, k_b, k_h, k_t, S, T, H, scale, D, BLOCK_D, LIVE)
+            whole = tl.load(lse + (head * G + g) * (T - first) + row - first, row < T, float("inf"))
+            total += tl.sum(tl.exp(score - whole[:, None]), 0)
+    tl.store(mass + head * (S + T) + key, total, key < S + T)
 
 
 def expected_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, frequencies: Tensor, sink: int, future: int) -> Tensor:
@@ -435,9 +568,9 @@ def tile(
 ):  # fmt: skip
     """Slots as numbers: a tuple of planes, [d,slots] of keys or [slots,d] of values, d channels each.
 
-    A slot is lane `lane` of chunk `at`, if that is real; unit and byte say which channels; in a chunk there are `step` bytes
-    from one channel to the next and `stride` from one slot. In fp16 a product
-    of a code and a scale, plus a zero, is as good as in float32 and then rounded; but powers of two may be beyond it.
+    A slot is lane `lane` of chunk `at`, if that is real; unit and byte say which channels; `step` and `stride` are
+    bytes of a chunk from one channel, and from one slot, to the next. In fp16 a product of a code and a scale, plus a
+    zero, is as good as in float32 and then rounded; but powers of two may be beyond it.
     """
     NUMBER: tl.constexpr = FORM[0]
     BITS: tl.constexpr = FORM[1]
@@ -465,11 +598,11 @@ def tile(
             x = code.to(T)
         if SCALE == "range":
             where = shared + (at * 2 * ROWS + group) * chunk + lane
-            x = x * tl.load(where, known, 0).to(T) + tl.load(where + ROWS * chunk, known, 0).to(T)
+            x = tl.fma(x, tl.load(where, known, 0).to(T), tl.load(where + ROWS * chunk, known, 0).to(T))
         elif SCALE == "channel":
             channel = unit * SPAN + j * WIDTH + byte
             where = shared + at * 2 * D + channel
-            x = x * tl.load(where, there, 0).to(T) + tl.load(where + D, there, 0).to(T)
+            x = tl.fma(x, tl.load(where, there, 0).to(T), tl.load(where + D, there, 0).to(T))
             is_open = tl.load(opened + at, real, 0) != 0
             own = tl.load(exact + (head * chunk + lane) * D + channel, there & is_open, 0).to(tl.float32)
             x = tl.where(is_open, tl.minimum(tl.maximum(own, -65504.0), 65504.0).to(T), x)
@@ -550,8 +683,8 @@ def scan(
             score = tl.where(((held if RING else slot) < sinks)[None, :], nearer, score)
         score = tl.where(live[None, :], score, float("-inf"))
         if LOGITS:
-            where = logits + (head * rows + row[:, None]) * end + slot[None, :]
-            tl.store(where, score, (row < rows)[:, None] & (slot < high)[None, :])
+            to = logits + (head * rows + row[:, None]) * end + slot[None, :]
+            tl.store(to, score, (row < rows)[:, None] & (slot < high)[None, :])
         higher = tl.maximum(top, tl.max(score, 1))
         safe = tl.maximum(higher, -1e30)  # nothing live so far: -inf minus -inf would be NaN
         weight, fade = tl.exp(score - safe[:, None]), tl.exp(top - safe)
@@ -598,8 +731,8 @@ def attend_kernel(
     else:
         scan(
             q, near, k, k_shared, k_opened, k_exact, v, v_shared, slots, table, logits, y, lse,
-            head, low, tl.minimum(low + split * BLOCK_S, end), end, heads, rows, n, page, pages, held_from, held_below, sinks,
-            CHUNK, D, K, V, BLOCK_R, BLOCK_S, False, NEAR, LOGITS, PAGED,
+            head, low, tl.minimum(low + split * BLOCK_S, end), end, heads, rows, n, page, pages, held_from, held_below,
+            sinks, CHUNK, D, K, V, BLOCK_R, BLOCK_S, False, NEAR, LOGITS, PAGED,
         )  # fmt: skip
 
 
@@ -663,8 +796,9 @@ def attend(
         NEAR=near is not None,
         LOGITS=logits,
         PAGED=table is not None,
-        num_warps=4,
-        num_stages=2,
+        # What tests/test_kernels.py finds to fit into registers and shared memory, on all that it compiles for.
+        num_warps=4 if D <= 128 else 8,
+        num_stages=3 if 64 < D <= 128 and k.scale != "channel" else 2,
     )
     return y, lse, scores, ring_scores
 
@@ -677,7 +811,8 @@ def merge(lse: Tensor) -> tuple[Tensor, Tensor]:
     top = lse.amax(2).clamp(min=-1e30)
     weight = (lse - top[:, :, None]).exp()
     total = weight.sum(2)
-    return weight / torch.where(total > 0, total, 1)[:, :, None], top + total.log()
+    total = torch.where(total > 0, total, 1)
+    return weight / total[:, :, None], top + total.log()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

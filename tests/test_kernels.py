@@ -1,0 +1,159 @@
+"""Triton's kernels without a GPU: run by the interpreter (see interpreted.py), and compiled ahead of time."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cache as caches
+import kernels
+
+HERE = Path(__file__).parent
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+ARCHITECTURES = (80, 90, 100)
+SHAPES = {
+    "Llama-3-8B": (8, 4, 128),
+    "SmolLM2-135M": (3, 3, 64),
+    "wide": (2, 8, 256),
+}  # KV heads, query heads of each, head_dim
+FORMATS = ["float-16", "int-8", "int-4", "int-2", "kivi-4", "kivi-2", "fp8-8", "nvfp4-4", "mxfp4-4"]
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["not test_decode", *(f"test_decode and {form}" for form in FORMATS)])
+def test_interpreted(part):
+    """Kernels run by the interpreter agree with float64 and with the reference."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted.py"), "-k", part],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=HERE.parent,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    assert re.search(r"\d+ passed", ran.stdout)
+
+
+def test_one_graph_on_a_gpu():
+    """Every policy x format is captured whole for a GPU, as one graph that launches the kernel once."""
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "traced.py")],
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.count("one graph, one kernel") >= 8 * len(caches.POLICIES) - 8
+
+
+class Launches:
+    """Stands in for a kernel, and notes what it is called with."""
+
+    def __init__(self, kernel):
+        self.kernel, self.calls = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **named: self.calls.append((args, named))
+
+
+def launches(monkeypatch, *names: str) -> list[Launches]:
+    """From here on kernels of these names run nowhere."""
+    monkeypatch.setattr(kernels, "has_kernel", lambda x: True)
+    stand_ins = [Launches(getattr(kernels, name)) for name in names]
+    for name, stand_in in zip(names, stand_ins, strict=True):
+        monkeypatch.setattr(kernels, name, stand_in)
+    return stand_ins
+
+
+def compiled(kernel, args: tuple, named: dict, architecture: int, capfd, **options) -> dict:
+    """What ptxas says of a kernel compiled for such a call: registers, bytes of stack, of spills, of shared memory."""
+    options = {name: named[name] for name in ("num_warps", "num_stages")} | options
+    given = dict(zip((p.name for p in kernel.params), args, strict=False)) | named
+    signature, constants, attributes = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        x = given[param.name]
+        if isinstance(x, torch.Tensor):
+            signature[param.name] = TYPES[x.dtype]
+        elif param.is_constexpr or x == 1:  # the JIT makes a constant of 1, too
+            signature[param.name], constants[i,] = "constexpr", x
+        else:
+            signature[param.name] = "fp32" if isinstance(x, float) else "i32"
+        if isinstance(x, torch.Tensor) or ((i,) not in constants and isinstance(x, int) and x % 16 == 0):
+            attributes[i,] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
+    capfd.readouterr()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+        binary = triton.compile(source, target=target, options=options)
+    log = capfd.readouterr().out
+    assert binary.asm["cubin"]
+    return dict(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
+        spills=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        shared=binary.metadata.shared,
+    )
+
+
+def decode_launch(monkeypatch, form: str, shape: str, policy: str) -> tuple:
+    heads, group, dim = SHAPES[shape]
+    name, bits = form.split("-")
+    args = SimpleNamespace(n_layer=1, n_kv_head=heads, head_dim=dim, max_seq_len=8192)
+    spec = caches.build(policy, budget=1024, bits=int(bits), format=name)
+    cache = spec(args, torch.rand(dim // 2), 1, 4096, torch.bfloat16, "cpu")[0]
+    cache.fit([2048], [0], 32, 4096)
+    (stand_in,) = launches(monkeypatch, "attend_kernel")
+    cache.attend(torch.zeros(1, heads, group, dim, dtype=torch.bfloat16), torch.tensor([2048]))
+    return stand_in.kernel, *stand_in.calls[0]
+
+
+@pytest.mark.parametrize("policy", ["window", "h2o", "streaming"])  # neither, logits, a second query
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMATS)
+def test_decode_compiles(form, shape, policy, monkeypatch, capfd):
+    if shape == "wide" and (policy != "window" or form not in ("float-16", "int-4", "fp8-8")):
+        pytest.skip("the widest heads take long to compile: some formats, once")
+    kernel, args, named = decode_launch(monkeypatch, form, shape, policy)
+    for architecture in ARCHITECTURES:
+        used = compiled(kernel, args, named, architecture, capfd)
+        with capfd.disabled():
+            print(f"\n{form} {shape} {policy} sm_{architecture}: {used}", end="")
+        assert used["spills"] == used["stack"] == 0
+        assert used["shared"] <= 163 * 1024  # what one program may have on sm_80
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompt_compiles(shape, monkeypatch, capfd):
+    heads, group, dim = SHAPES[shape]
+    flash, columns = launches(monkeypatch, "flash_kernel", "columns_kernel")
+    q = torch.zeros(1, 512, heads * group, dim, dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.zeros(1, heads, 512 + 64, dim, dtype=torch.bfloat16)
+    live = torch.zeros(1, heads, 64, dtype=torch.bool)
+    kernels.column_mass(q, k, live)
+    kernels.column_mass(q, k[:, :, 64:])
+    kernels.attend_chunk(q, k, k, live)
+    kernels.attend_chunk(q, k, k, live, q, 4)
+    assert len(flash.calls) == 4
+    assert len(columns.calls) == 2
+    for stand_in in (flash, columns):
+        for args, named in stand_in.calls:
+            for architecture in ARCHITECTURES:
+                used = compiled(stand_in.kernel, args, named, architecture, capfd)
+                with capfd.disabled():
+                    print(f"\n{stand_in.kernel.__name__} {shape} sm_{architecture}: {used}", end="")
+                assert used["spills"] == used["stack"] == 0
+
+
+def test_spills_would_be_seen(monkeypatch, capfd):
+    kernel, args, named = decode_launch(monkeypatch, "int-4", "Llama-3-8B", "window")
+    assert compiled(kernel, args, named, 90, capfd, maxnreg=32)["spills"] > 0
