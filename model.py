@@ -74,7 +74,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = nn.Embedding.from_pretrained(torch.empty(args.vocab_size, args.dim))
         self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
-        self.output = None if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output = None if args.tie_embeddings else Linear(args.dim, args.vocab_size, bias=False)
         self.rope = RoPE(args)
         self.compiled, self.run_block, self.run_head = False, TransformerBlock.forward, Transformer.head
 
@@ -90,7 +90,8 @@ class Transformer(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """x [B,T,dim] -> logits [B,T,V]."""
-        return kernels.linear(self.norm(x), (self.output or self.tok_embeddings).weight)
+        x = self.norm(x)
+        return kernels.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
 
     @torch.no_grad()
     def prefill(
@@ -170,6 +171,16 @@ class Transformer(nn.Module):
         self.run_block = torch.compile(TransformerBlock.forward, fullgraph=True, dynamic=False)
         self.run_head = torch.compile(Transformer.head, fullgraph=True, dynamic=False)
 
+    def to_int8(self) -> None:
+        """Weights of 8 bits from here on, but for the table of embeddings, of which a token reads one row. Tied to the
+        head, it stays as it is, and the head becomes a matrix of its own."""
+        if self.output is None:
+            self.output = Int8Linear(self.tok_embeddings.weight)
+        for module in list(self.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, Linear):
+                    setattr(module, name, Int8Linear(child.weight, child.bias))
+
     def finish_loading(self, device: torch.device | str) -> None:
         """After weights were assigned to a model built on the meta device: what no checkpoint holds."""
         with torch.device(device):
@@ -205,8 +216,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = [args.n_head, args.n_kv_head, args.n_kv_head]
         self.head_dim = args.head_dim
-        self.wqkv = nn.Linear(args.dim, sum(self.heads) * args.head_dim, bias=args.qkv_bias)
-        self.wo = nn.Linear(args.n_head * args.head_dim, args.dim, bias=args.o_bias)
+        self.wqkv = Linear(args.dim, sum(self.heads) * args.head_dim, bias=args.qkv_bias)
+        self.wo = Linear(args.n_head * args.head_dim, args.dim, bias=args.o_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.cache = NoCache()
@@ -219,25 +230,42 @@ class Attention(nn.Module):
     def qkv(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B,T,dim] -> q [B,T,n_head,D], k and v [B,T,n_kv_head,D], q and k rotated to their positions."""
         rope = rope[:, :, None]  # all heads turn alike
-        heads = kernels.linear(x, self.wqkv.weight, self.wqkv.bias).unflatten(-1, (-1, self.head_dim))
+        heads = self.wqkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split(self.heads, 2)
         return kernels.apply_rope(self.q_norm(q), rope), kernels.apply_rope(self.k_norm(k), rope), v
 
     def out(self, y: Tensor) -> Tensor:
         """y [B,T,n_head,D] -> [B,T,dim]."""
-        return kernels.linear(y.flatten(2), self.wo.weight, self.wo.bias)
+        return self.wo(y.flatten(2))
 
 
 class FeedForward(nn.Module):
     def __init__(self, args: "ModelArgs"):
         super().__init__()
-        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
-        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
-        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+        self.w1 = Linear(args.dim, args.hidden_dim, bias=False)
+        self.w2 = Linear(args.hidden_dim, args.dim, bias=False)
+        self.w3 = Linear(args.dim, args.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = F.silu(kernels.linear(x, self.w1.weight))
-        return kernels.linear(gate * kernels.linear(x, self.w3.weight), self.w2.weight)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.linear(x, self.weight, self.bias)
+
+
+class Int8Linear(nn.Module):
+    """The same with weights of 8 bits: of each output channel the largest is 127, and zero is zero."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        scale = weight.float().abs().amax(1).clamp(min=1e-30) / 127
+        self.weight = nn.Parameter((weight.float() / scale[:, None]).round().to(torch.int8), requires_grad=False)
+        self.scale, self.bias = nn.Parameter(scale, requires_grad=False), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.linear(x, self.weight, self.bias, self.scale)
 
 
 class RMSNorm(nn.Module):
