@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         run, lines, draw = TASKS[args.task]
         dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
         model, tokenizer = load_checkpoint(args.checkpoint, device=args.device, dtype=dtype)
+        if args.weights == "int8":
+            model.to_int8()
         if args.compile and not compiler_missing(args.device):
             model.compile()
         rows = run(args, model, tokenizer)
@@ -937,6 +939,7 @@ class Run:
         self.model, self.name, self.spec, self.batch, self.prompt = model, name, spec, batch, prompt
         self.prefill_s: list[float] = []
         self.step_ms: list[float] = []
+        self.cpu_ms: list[float] = []
         self.compile_s, self.kv_peak, self.layers = 0.0, 0, []
 
     def read(self, ids: Tensor, room: int) -> None:
@@ -1038,10 +1041,8 @@ def bench(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) ->
             run.prefill_s.append(time.perf_counter() - began)
             if turn + 1 == args.prefills:
                 run.compile_s = sum(steps(run, run.prompt, args.steps, args.device)) / 1e3
-    bandwidth = take_turns(runs, args)
-    weights = sum(p.nbytes for p in model.parameters())
-    if model.output is not None:
-        weights -= model.tok_embeddings.weight.nbytes  # one row of it is read
+    rate = take_turns(runs, args)
+    weights = model.step_bytes()
     first = runs[0].batch * 1e3 / statistics.median(runs[0].step_ms)
     rows, usual = [], {(run.batch, run.prompt): run for run in runs if run.name == runs[0].name}
     for run in runs:
@@ -1062,9 +1063,10 @@ def bench(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) ->
                 "prefill_vs_full": reading / statistics.median(full.prefill_s),
                 "compile_s": run.compile_s,
                 "decode_ms": ms,
+                "decode_cpu_ms": statistics.median(run.cpu_ms),
                 "decode_tok_s": run.batch * 1e3 / ms,
                 "decode_gb_s": (weights + nbytes) / ms / 1e6,
-                "floor": (weights + nbytes) / bandwidth / ms * 1e3,
+                "floor": (weights + nbytes) / rate / ms * 1e3,
                 "speed_vs_full": statistics.median(full.step_ms) / ms,
                 "speed_vs_first": run.batch * 1e3 / ms / first,
             }
@@ -1074,17 +1076,100 @@ def bench(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) ->
 
 def take_turns(runs: list[Run], args: argparse.Namespace) -> float:
     """--steps steps of each run, --rounds times, in turns. Returns bytes a second that the memory gives, measured in
-    between: the median of reading half a gigabyte."""
-    block, rates = torch.ones(2**27, device=args.device), []
+    between."""
+    rates = []
     for turn in range(1, args.rounds + 1):
         for run in runs:
+            began = time.process_time()
             run.step_ms += steps(run, run.prompt + turn * args.steps, args.steps, args.device)
-        began = time.perf_counter()
-        block.sum()
-        synchronize(args.device)
-        rates.append(block.nbytes / (time.perf_counter() - began))
+            run.cpu_ms.append((time.process_time() - began) * 1e3 / args.steps)
+        rates.append(bandwidth(args.device))
         progress(f"turn {turn} of {args.rounds}")
     return statistics.median(rates)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second of reading half a gigabyte."""
+    block = torch.ones(2**27, device=device)
+    synchronize(device)
+    began = time.perf_counter()
+    block.sum()
+    synchronize(device)
+    return block.nbytes / (time.perf_counter() - began)
+
+
+@torch.no_grad()
+def profile(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
+    """Where a decode step goes: each part of it compiled alone and run for all layers in turn, as the step runs them,
+    next to the whole step. One dict for every part of every cache."""
+    if not model.compiled or args.device.type != "cpu":
+        raise UsageError("profile replays the kernels of a compiled CPU step: it needs --device cpu and a C++ compiler")
+    text, rows = tokenizer.encode(sample_text()), []
+    parts = {
+        "q, k, v": (lambda block, x, rope, y: block.attention.qkv(block.attention_norm(x), rope), "attention.wqkv"),
+        "attention": (lambda block, q, k, v, pos: block.attention.cache(q, k, v, pos), ""),
+        "output": (lambda block, x, rope, y: x + block.attention.out(y), "attention.wo"),
+        "feed forward": (lambda block, x, rope, y: x + block.feed_forward(block.ffn_norm(x)), "feed_forward"),
+    }
+    compiled = {name: torch.compile(f, fullgraph=True, dynamic=False) for name, (f, _) in parts.items()}
+    for prompt, arm in itertools.product(args.prompt_tokens, args.arms):
+        run = Run(model, str(arm), arm.relative(), 1, prompt)
+        run.read(torch.tensor([(text * (prompt // len(text) + 1))[:prompt]]), 16)
+        steps(run, prompt, 8, args.device)
+        pos = torch.full((1, 1), prompt + 8)
+        x, rope = model.tok_embeddings(torch.zeros_like(pos)), model.rope(pos)
+        q, k, v = (t.transpose(1, 2) for t in model.layers[0].attention.qkv(x, rope[:, :, None][:, :, 0]))
+        timed = {"whole step": [lambda run=run, x=x, pos=pos: run.step(torch.zeros_like(pos), pos)]}
+        for name, f in compiled.items():
+            given = (q, k, v, pos) if name == "attention" else (x, rope, q.transpose(1, 2))
+            timed[name] = recorded_calls(lambda f=f, given=given: [f(block, *given) for block in model.layers])
+        timed["head"] = recorded_calls(lambda x=x: model.run_head(model, x))
+        ms, rates = {name: [] for name in timed}, []
+        for turn in range(args.rounds * args.steps):
+            for name, calls in timed.items():  # in turns, so that none finds its weights in a cache of the CPU
+                began = time.perf_counter()
+                for call in calls:
+                    call()
+                ms[name].append((time.perf_counter() - began) * 1e3)
+            if turn % args.steps == 0:
+                rates.append(bandwidth(args.device))
+        nbytes = {name: weight_bytes(model, within) for name, (_, within) in parts.items() if within}
+        nbytes |= {"attention": run.nbytes(), "head": (model.output or model.tok_embeddings).weight.nbytes}
+        nbytes["whole step"] = sum(nbytes.values())
+        for name in [*parts, "head", "whole step"]:
+            took, floor = statistics.median(ms[name]), nbytes[name] / statistics.median(rates) * 1e3
+            rows.append(
+                {"cache": run.name, "prompt_tokens": prompt, "part": name, "bytes": nbytes[name]}
+                | {"ms": took, "floor_ms": floor, "of_floor": floor / took}
+            )
+    return rows
+
+
+def recorded_calls(f: Callable) -> list[Callable]:
+    """The compiled kernels that f runs, ready to be called without the Python between them."""
+    f()
+    with kernels.recorded() as calls:
+        f()
+    assert calls, "nothing was compiled"
+    return [functools.partial(kernel, *args) for kernel, args in calls]
+
+
+def weight_bytes(model: Transformer, within: str) -> int:
+    """Of all layers' weights in a module of that name."""
+    return sum(p.nbytes for layer in model.layers for p in layer.get_submodule(within).parameters())
+
+
+def profile_lines(rows: list[dict]) -> list[str]:
+    columns = {
+        "cache": lambda r: r["cache"],
+        "prompt": lambda r: str(r["prompt_tokens"]),
+        "part": lambda r: r["part"],
+        "MB": lambda r: f"{r['bytes'] / 1e6:.1f}",
+        "floor ms": lambda r: f"{r['floor_ms']:.2f}",
+        "ms": lambda r: f"{r['ms']:.2f}",
+        "of floor": lambda r: f"{r['of_floor']:.2f}",
+    }
+    return aligned([list(columns), *([show(r) for show in columns.values()] for r in rows)])
 
 
 def steps(run: Run, pos: int, n: int, device: torch.device) -> list[float]:
@@ -1127,6 +1212,7 @@ def bench_lines(rows: list[dict]) -> list[str]:
         "prefill tok/s": lambda r: f"{r['prefill_tok_s']:.0f}",
         "time vs full": lambda r: f"{r['prefill_vs_full']:.2f}",
         "decode ms": lambda r: f"{r['decode_ms']:.2f}",
+        "cpu ms": lambda r: f"{r['decode_cpu_ms']:.2f}",
         "decode tok/s": lambda r: f"{r['decode_tok_s']:.1f}",
         "GB/s": lambda r: f"{r['decode_gb_s']:.1f}",
         "of floor": lambda r: f"{r['floor']:.2f}",
@@ -1294,6 +1380,7 @@ TASKS = {  # what runs, what prints its rows, what draws them
     "health": (look, health_lines, plot_health),
     "map": (look, map_lines, plot_map),
     "bench": (bench, bench_lines, None),
+    "profile": (profile, profile_lines, None),
 }
 
 
@@ -1319,6 +1406,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--threads", type=int, help="CPU threads")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model")
+    p.add_argument(
+        "--weights", choices=["int8"], help="of 8 bits, with a scale for each output channel; else as --dtype"
+    )
     p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     g = p.add_argument_group("ppl, fidelity, needle, ruler, longbench, table")
     g.add_argument("--out", type=Path, help="JSONL to which every result is added; what is there is not done again")
@@ -1356,12 +1446,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     g = p.add_argument_group("longbench")
     g.add_argument("--data", type=Path, help="directory or zip with its JSONL files; without it, from the Hub")
-    g = p.add_argument_group("bench")
+    g = p.add_argument_group("bench, profile")
     g.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas (128,4096)")
+    g = p.add_argument_group("bench")
     g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas (1)")
     g.add_argument("--prefills", type=int, default=1, help="how often every prompt is read (1)")
     g.add_argument("--vs", choices=["transformers"], help="also its caches, with the same weights")
-    g = p.add_argument_group("bench, table")
+    g = p.add_argument_group("bench, profile, table")
     g.add_argument("--steps", type=int, default=15, help="decode steps a turn (15)")
     g.add_argument("--rounds", type=int, default=8, help="turns of every row (8)")
     args = p.parse_args(argv)
@@ -1412,6 +1503,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UsageError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
         if importlib.util.find_spec("matplotlib") is None:
             raise UsageError(f"--plot {args.plot}: matplotlib is not installed; pip install matplotlib, or drop --plot")
+    if args.vs and args.weights:
+        raise UsageError(f"--weights {args.weights} with --vs transformers: its models have no such weights; drop one")
     if args.vs and importlib.util.find_spec("transformers") is None:
         raise UsageError("--vs transformers: it is not installed; pip install transformers, or drop --vs")
     args.device = pick_device(args.device)

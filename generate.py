@@ -355,7 +355,7 @@ class Report:
         nbytes = sum(c.nbytes() for c in layers)
         B, H, _ = layers[0].slot_pos.shape
         full = self.seen * len(layers) * B * H * model.args.head_dim * 2 * 2  # K and V, two bytes each
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        weights = model.step_bytes()
         rate = lambda n, s: n / s if s else None  # noqa: E731
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -545,6 +545,8 @@ def check_writable(path: Path, flag: str = "--json") -> None:
 def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     model, tokenizer = load_checkpoint(args.checkpoint, device=args.device, dtype=dtype)
+    if args.weights == "int8":
+        model.to_int8()
     if args.chat is None:
         args.chat = tokenizer.has_chat_template
     if args.chat and not tokenizer.has_chat_template:
@@ -641,6 +643,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    p.add_argument(
+        "--weights", choices=["int8"], help="of 8 bits, with a scale for each output channel; else as --dtype"
+    )
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     p.add_argument("--stats", action="store_true", help="report how healthy the cache is, in --json layer by layer")

@@ -165,11 +165,18 @@ class Transformer(nn.Module):
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 512
         # Scales are fp16 under a bf16 model, both computed with in float32: nothing that anyone should worry about.
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
+        # Products are summed everywhere: a fused multiply-add does both at once, and rounds once.
+        torch._inductor.config.cpp.enable_floating_point_contract_flag = "fast"
         self.compiled = True
         # dynamic=False: sizes that differ between two caches of one process, such as the width of packed codes, are not
         # to become variables, which would put divisions into the innermost loops.
         self.run_block = torch.compile(TransformerBlock.forward, fullgraph=True, dynamic=False)
         self.run_head = torch.compile(Transformer.head, fullgraph=True, dynamic=False)
+
+    def step_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: of a table of embeddings that is not the head's, too, one row."""
+        table = 0 if self.output is None else self.tok_embeddings.weight.nbytes
+        return sum(p.nbytes for p in self.parameters()) - table
 
     def to_int8(self) -> None:
         """Weights of 8 bits from here on, but for the table of embeddings, of which a token reads one row. Tied to the

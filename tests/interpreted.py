@@ -2,17 +2,15 @@
 of its own, because there is no compiling once it runs. bf16 is only tested on a GPU: the interpreter is wrong there."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_cases import FORMATS, by_reference, close, filled, on_pages, oracle
 
-import cache as caches
 import kernels
 
 assert kernels.INTERPRETED, "start this with TRITON_INTERPRET=1"
 
-FORMATS = ["float-16", "int-8", "int-4", "int-2", "kivi-4", "kivi-2", "fp8-8", "nvfp4-4", "mxfp4-4"]
 # Errors allowed, of the largest number that comes out. In fp16 the interpreter rounds code * scale before it adds zero,
 # which a GPU does at once: numbers of 6 steps of 2^-10 for a key of 1.
 DTYPES = {"float32": 2e-6, "float16": 4e-3}
@@ -22,65 +20,6 @@ DTYPES = {"float32": 2e-6, "float16": 4e-3}
 def few_programs(monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 6)  # each costs milliseconds
     torch.manual_seed(0)
-
-
-def filled(form: str, dim: int, dtype: torch.dtype, residual: int, policy: str, batch: int, heads: int):
-    """A cache of 96 slots a head that 112 tokens were read into, half a residual's length of them one by one."""
-    name, bits = form.split("-")
-    spec = caches.build(policy, budget=96, bits=int(bits), format=name, residual=residual if bits != "16" else None)
-    args = SimpleNamespace(n_layer=1, n_kv_head=heads, head_dim=dim, max_seq_len=512)
-    cache = spec(args, torch.rand(dim // 2), batch, 256, dtype, "cpu")[0]
-    cache.fit([104] * batch, [0] * batch, 8, 256)
-    k, v = torch.randn(2, batch, heads, 112, dim).to(dtype)
-    pos = torch.arange(112).expand(batch, -1)
-    for t in (slice(0, 104), *(slice(i, i + 1) for i in range(104, 112))):
-        by_reference(cache, k[:, :, t], k[:, :, t], v[:, :, t], pos[:, t])
-    return cache
-
-
-def by_reference(f, *args):
-    kernels.INTERPRETED = False
-    try:
-        return f(*args)
-    finally:
-        kernels.INTERPRETED = True
-
-
-def oracle(cache, q, pos):
-    """q [B,H,R,D] over what the cache holds, in float64 -> y [B,H,R,D] and mass [B,H,S]."""
-    S = cache.slot_pos.shape[2]
-    k, v = (store.decoded().flatten(2, 3)[:, :, :S].double() for store in (cache.k_store, cache.v_store))
-    if cache.residual is not None:
-        k, v = cache.residual.overlay(k, v, cache.slot_pos, pos)
-    score = q.double() @ k.double().mT * q.shape[-1] ** -0.5
-    weight = score.masked_fill(cache.slot_pos[:, :, None] < 0, float("-inf")).softmax(-1)
-    return weight @ v.double(), weight.sum(2)
-
-
-def on_pages(cache, q, pos):
-    """cache.attend, of pools of pages of one chunk, which lie in random order."""
-    batch, chunks = cache.k_store.part0.shape[0], cache.k_store.part0.shape[2]
-    order = torch.randperm(batch * chunks, generator=torch.Generator().manual_seed(3))
-    table = order.unflatten(0, (batch, chunks)).to(torch.int32)
-
-    def pool(x):
-        x = x.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # [B*n,H,1,..]
-        return torch.empty_like(x).index_copy_(0, order, x).contiguous()
-
-    def moved(x: kernels.Written):
-        return x._replace(**{n: pool(y) for n in ("codes", "shared", "opened") if (y := getattr(x, n)) is not None})
-
-    dense = kernels.attend
-    try:
-        kernels.attend = lambda q, k, v, *rest: dense(q, moved(k), moved(v), *rest, table=table, page=kernels.CHUNK)
-        return cache.attend(q, pos)
-    finally:
-        kernels.attend = dense
-
-
-def close(got, want, bound):
-    assert got.isfinite().all()
-    assert (got - want).abs().max() <= bound * want.abs().max()
 
 
 @pytest.mark.parametrize("dim", [20, 64, 128])

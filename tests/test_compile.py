@@ -91,6 +91,23 @@ def test_compiled_is_eager_in_one_graph(name, form, bits, dtype):
     assert error < (0.005 if dtype == torch.float32 else 0.1)  # a wrapped or saturated code would be an error of 1
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_int8_weights_compiled_are_the_eager_ones(tie):
+    """Weights of 8 bits are near what they stand for, keep their biases, and are read as int8 by the compiled step."""
+    ids = tokens(20)
+    plain, eager, compiled = (tiny_model(tie_embeddings=tie, qkv_bias=True, o_bias=True) for _ in range(3))
+    for model in (eager, compiled):
+        model.to_int8()
+        assert {p.dtype for name, p in model.named_parameters() if name.endswith("w1.weight")} == {torch.int8}
+    compiled.compile()
+    out = []
+    for model in (plain, eager, compiled):
+        model.setup_caches(build(), 1, 40)
+        out.append(decode(model, ids, 12))
+    assert (out[1] - out[2]).abs().max() < 1e-4 * out[1].abs().max()
+    assert 0 < (out[0] - out[1]).abs().max() < 0.2 * out[0].abs().max()
+
+
 def newest(model, pos):
     """The last key that was written down, decoded: [layers,H,D]."""
     keys = []

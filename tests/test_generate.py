@@ -498,3 +498,24 @@ def test_readme_policy_in_five_lines(model):
     finally:
         cache.POLICIES.clear()
         cache.POLICIES.update(before)
+
+
+def test_readme_adds_a_number_format():
+    """The README's example is run as it stands there, and loses little more than int does."""
+    import cache
+
+    block = re.search(r"```python\n(# a number format.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[
+        1
+    ]
+    code = "\n".join(line for line in block.splitlines() if "import" not in line)
+    scope = {"cache": cache, "torch": torch}
+    try:
+        exec(code, scope)
+        x, errors = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)), []
+        for name in ("symmetric", "int"):
+            store = cache.Form(name, 4).store(True, 64, torch.float32, "cpu")
+            errors.append(((store.decode(*store.encode(x)) - x).norm() / x.norm()).item())
+        assert errors[1] < errors[0] < 1.5 * errors[1]
+        assert cache.Form("symmetric", 4).effective(64) == 4.5
+    finally:
+        del cache.FORMATS["symmetric"]

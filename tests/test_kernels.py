@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_cases import FORMATS
 
 import cache as caches
 import kernels
@@ -22,7 +23,6 @@ SHAPES = {
     "SmolLM2-135M": (3, 3, 64),
     "wide": (2, 8, 256),
 }  # KV heads, query heads of each, head_dim
-FORMATS = ["float-16", "int-8", "int-4", "int-2", "kivi-4", "kivi-2", "fp8-8", "nvfp4-4", "mxfp4-4"]
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.bool: "*i1",
     torch.int32: "*i32", torch.int64: "*i64",
@@ -53,6 +53,18 @@ def test_one_graph_on_a_gpu():
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert ran.stdout.count("one graph, one kernel") >= 8 * len(caches.POLICIES) - 8
+
+
+def test_the_script_for_a_gpu_runs():
+    """tests/gpu.py, on a few small sizes and without what only a GPU can do."""
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "gpu.py"), "--small"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.stdout.endswith("all right\n")
 
 
 class Launches:
