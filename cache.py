@@ -167,10 +167,10 @@ class KVCache(nn.Module):
         """`attend` by one kernel: q [B,H,G,D] float32, scaled."""
         ring, near, sinks = self.residual, None, 0
         if self.policy.relative and self.policy.sink:
-            near, sinks = self.nearer(q, pos + 1), self.policy.sink
+            near, sinks = self.nearer(q, pos + 1).contiguous(), self.policy.sink
         if ring is not None:
             ring = kernels.Ring(q, near, ring.k, ring.v, ring.slot, ring.length, ring.sink)
-        asked = [x if x is None else self.k_store.query(x) for x in (q, near)]
+        asked = [x if x is None else self.k_store.query(x).contiguous() for x in (q, near)]
         y, lse, logits, rest = kernels.attend(
             asked[0], k, v, self.slot_pos, pos, ring, asked[1], sinks, self.policy.learns
         )
@@ -984,7 +984,7 @@ class Codes(Store):
     value = query  # the sum of rotated values is the rotated sum: undone once, by the same matrix
 
     def written(self):
-        if self.tile is None:
+        if vars(type(self)).get("tile") is None:  # a subclass may mean other numbers by the same codes: it has to say
             return None
         codes, *shared = self.parts
         number, scale = self.tile
@@ -1127,7 +1127,7 @@ class KIVIStore(IntStore):
     An outlier channel of keys has scales of its own, so nothing is rotated. This class writes values down.
     """
 
-    widths, rotated = (4, 2), False
+    widths, rotated, tile = (4, 2), False, ("int", "range")
 
 
 class KIVIKeys(KIVIStore):

@@ -1104,6 +1104,10 @@ def profile(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
     next to the whole step. One dict for every part of every cache."""
     if not model.compiled or args.device.type != "cpu":
         raise UsageError("profile replays the kernels of a compiled CPU step: it needs --device cpu and a C++ compiler")
+    if max(args.prompt_tokens) + 16 > model.args.max_seq_len:
+        raise UsageError(
+            f"--prompt-tokens {max(args.prompt_tokens)}: with 16 more to write, the model has {model.args.max_seq_len}"
+        )
     text, rows = tokenizer.encode(sample_text()), []
     parts = {
         "q, k, v": (lambda block, x, rope, y: block.attention.qkv(block.attention_norm(x), rope), "attention.wqkv"),
@@ -1118,7 +1122,7 @@ def profile(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
         steps(run, prompt, 8, args.device)
         pos = torch.full((1, 1), prompt + 8)
         x, rope = model.tok_embeddings(torch.zeros_like(pos)), model.rope(pos)
-        q, k, v = (t.transpose(1, 2) for t in model.layers[0].attention.qkv(x, rope[:, :, None][:, :, 0]))
+        q, k, v = (t.transpose(1, 2) for t in model.layers[0].attention.qkv(x, rope))
         timed = {"whole step": [lambda run=run, x=x, pos=pos: run.step(torch.zeros_like(pos), pos)]}
         for name, f in compiled.items():
             given = (q, k, v, pos) if name == "attention" else (x, rope, q.transpose(1, 2))
@@ -1398,7 +1402,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--cache", type=cache_names, default=["pyramid"], help="policies, by commas (pyramid); help explains"
     )
-    p.add_argument("--budget", type=listed(number), help="slots or fractions, by commas (1.0,0.5,0.25; for bench 0.2)")
+    p.add_argument(
+        "--budget", type=listed(number), help="slots or fractions, by commas (1.0,0.5,0.25; bench, profile 0.2)"
+    )
     p.add_argument("--bits", type=widths, help="16, 8, 4, 2 or k=4,v=2, by commas (16,4; for map 16)")
     p.add_argument(
         "--format", nargs="+", default=["auto"], help="int, nvfp4, .., one or more; generate.py explains them"
@@ -1467,7 +1473,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 raise UsageError(f"{flag}: only for {group.title}, not for {args.task}")
     if args.budget is not None and set(args.cache) == {"full"}:
         raise UsageError(f"--budget {','.join(map(str, args.budget))}: full keeps every token; name another --cache")
-    defaults = {"budget": [0.2] if args.task == "bench" else [1.0, 0.5, 0.25], "samples": 2}
+    defaults = {"budget": [0.2] if args.task in ("bench", "profile") else [1.0, 0.5, 0.25], "samples": 2}
     defaults |= {
         "bits": [16] if args.task == "map" else [16, 4],
         "length": [1000, 3500],

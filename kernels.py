@@ -46,7 +46,6 @@ except ImportError:  # as on a Mac: plain PyTorch does everything
 # Slots that lie side by side in memory, and so in vector registers. Keys are stored [.., n, d, C] and values
 # [.., n, C, d]. 32 was as fast as 64 for keys (8,192 slots, 4 bits) and wastes half as much on rounding S up.
 CHUNK = 32
-BLOCK_S = 64  # slots or keys that a program of a GPU reads at a time
 PROGRAMS = 512  # that the attention of one step is split into: about four for each processor of a large GPU
 
 # Triton's interpreter runs kernels on a CPU, for tests: slowly, and wrongly in bf16.
@@ -79,7 +78,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
     if x.numel() != x.shape[-1] or x.is_cuda or not torch.compiler.is_compiling():
         if scale is None:
             return F.linear(x, weight, bias)
-        y = F.linear(x, weight.to(x.dtype)) * scale
+        y = F.linear(x, weight.to(x.dtype) / 128) * (scale * 128)  # exact, and no sum is beyond fp16
     else:
         row = written(x.float()).unsqueeze(-2)
         y = torch.cat([(row * part.float()).sum(-1) for part in weight.chunk(2)], -1)
@@ -122,7 +121,7 @@ def column_mass(q: Tensor, k: Tensor, live: Tensor | None = None, window: int | 
     window = q.shape[2] if window is None else window
     if has_kernel(q):
         _, lse = flash(q, k, None, live, q.shape[2] - window)
-        size = blocks(q.shape[3])
+        size = blocks(q.shape[3], q.dtype)
         columns_kernel[k.shape[0] * k.shape[1], -(-k.shape[2] // size["BLOCK_S"])](
             *chunk_arguments(q, k, None, live, q.shape[2] - window), lse, mass, LIVE=live is not None, **size
         )
@@ -180,8 +179,10 @@ def chunk_arguments(q: Tensor, k: Tensor, v: Tensor | None, live: Tensor | None,
     return q, k, v, live, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], S, T, first, H, heads // H, D**-0.5
 
 
-def blocks(dim: int) -> dict:
-    """What one program of these works on at a time."""
+def blocks(dim: int, dtype: torch.dtype) -> dict:
+    """What one program of these works on at a time, and with how many threads."""
+    if dtype == torch.float32:  # takes twice the registers, and no tensor cores
+        return dict(D=dim, BLOCK_D=max(16, power_of_two(dim)), BLOCK_T=16, BLOCK_S=32, num_warps=4, num_stages=1)
     return dict(
         D=dim,
         BLOCK_D=max(16, power_of_two(dim)),
@@ -204,7 +205,7 @@ def flash(
     """`attend_chunk` and its log-sum-exp [B,H*G,T-first] by one kernel, or without v the latter alone."""
     B, heads, T, D = q.shape
     y, lse = None if v is None else q.new_empty(q.shape), q.new_empty(B, heads, T - first, dtype=torch.float32)
-    size = blocks(D)
+    size = blocks(D, q.dtype)
     flash_kernel[B * heads, -(-(T - first) // size["BLOCK_T"])](
         *chunk_arguments(q, k, v, live, first),
         q if near is None else near.contiguous(),
@@ -773,19 +774,26 @@ def attend(
     are written; and if `logits`, the scores [B,H,R,S] and the ring's [B,H,R,rows], -inf where a slot was not read.
     """
     (B, H, R, D), S = q.shape, slot_pos.shape[2]
+    buffers = [x for x in (k.codes, k.shared, k.opened, k.exact, v.codes, v.shared, slot_pos) if x is not None]
+    assert all(x.is_contiguous() for x in buffers)
+    q, pos = q.contiguous(), pos.contiguous()
+    wide = torch.float32 in (k.codes.dtype, v.codes.dtype) or k.wide or v.wide
+    block_r = min(64, max(16, power_of_two(R)))  # a matrix product has 16 rows or more
+    block_s = 64 if not wide else 32 if D <= 64 else 16  # float32 takes twice the registers
     split_in = max(1, min(64, PROGRAMS // (B * H)))  # the same for all S, so that layers that differ share a graph
-    split = -(-S // (split_in * BLOCK_S))  # blocks of a program
+    split = -(-S // (split_in * block_s))  # blocks of a program
     pieces = split_in + (ring is not None)
     y, lse = q.new_empty(B, H, pieces, R, D), q.new_empty(B, H, pieces, R)
     scores = q.new_empty(B, H, R, S) if logits else None
     ring_scores = q.new_empty(B, H, R, ring.slot.shape[2]) if logits and ring else None
-    rows = ring or Ring(q, None, q, q, slot_pos, 0, 0)
-    block = min(64, max(16, power_of_two(R)))  # a matrix product has 16 rows or more
-    attend_kernel[B * H, pieces, -(-R // block)](
-        *(x if x is not None else q for x in (q, near, k.codes, k.shared, k.opened, k.exact, v.codes, v.shared)),
-        *(slot_pos, slot_pos if table is None else table, pos),
-        *(rows.q, q if rows.near is None else rows.near, rows.k, rows.v, rows.slot, y, lse),
-        *(y if x is None else x for x in (scores, ring_scores)),
+    rows = ring or Ring(q, None, v.codes, v.codes, slot_pos, 0, 0)  # what is not there is not read
+
+    def given(*tensors: Tensor | None) -> list[Tensor]:
+        return [q if x is None else x for x in tensors]
+
+    attend_kernel[B * H, pieces, -(-R // block_r)](
+        *given(q, near, k.codes, k.shared, k.opened, k.exact, v.codes, v.shared, slot_pos, table, pos),
+        *given(rows.q.contiguous(), rows.near, rows.k, rows.v, rows.slot, y, lse, scores, ring_scores),
         *(H, R, S, k.codes.shape[2], split, page or 1, 1 if table is None else table.shape[1]),
         *(rows.length, rows.sink, sinks),
         D=D,
@@ -793,15 +801,15 @@ def attend(
         V=v.form(D),
         EXACT=Written(rows.k).form(D),
         CHUNK=v.codes.shape[3],
-        BLOCK_R=block,
-        BLOCK_S=BLOCK_S,
+        BLOCK_R=block_r,
+        BLOCK_S=block_s,
         RING=rows.slot.shape[2] if ring else 0,
         NEAR=near is not None,
         LOGITS=logits,
         PAGED=table is not None,
         # What tests/test_kernels.py finds to fit into registers and shared memory, on all that it compiles for.
         num_warps=4 if D <= 128 else 8,
-        num_stages=3 if 64 < D <= 128 and k.scale != "channel" else 2,
+        num_stages=1 if wide else 3 if 64 < D <= 128 and k.scale != "channel" else 2,
     )
     return y, lse, scores, ring_scores
 

@@ -271,6 +271,12 @@ class Int8Linear(nn.Module):
         self.weight = nn.Parameter((weight.float() / scale[:, None]).round().to(torch.int8), requires_grad=False)
         self.scale, self.bias = nn.Parameter(scale, requires_grad=False), bias
 
+    def _apply(self, fn, recurse=True):
+        scale = self.scale.data
+        super()._apply(fn, recurse)
+        self.scale.data = scale.to(self.scale.device)  # float32 whatever the model is cast to
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias, self.scale)
 

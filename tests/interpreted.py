@@ -2,11 +2,13 @@
 of its own, because there is no compiling once it runs. bf16 is only tested on a GPU: the interpreter is wrong there."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_cases import FORMATS, by_reference, close, filled, on_pages, oracle
 
+import cache as caches
 import kernels
 
 assert kernels.INTERPRETED, "start this with TRITON_INTERPRET=1"
@@ -48,6 +50,46 @@ def test_decode(form, dim):
                 assert not mass or torch.equal(paged_mass, got_mass)
                 seen += 1
     assert seen >= (8 if form == "float-16" else 16)
+
+
+@pytest.mark.parametrize("form", ["float-16", "int-4", "kivi-2"])
+def test_many_blocks(form, monkeypatch):
+    """One program for all of 300 slots, a ring of 132 rows, prompts of two lengths, pages of several chunks."""
+    monkeypatch.setattr(kernels, "PROGRAMS", 1)
+    name, bits = form.split("-")
+    spec = caches.build("full", bits=int(bits), format=name, residual=None if bits == "16" else 128)
+    args = SimpleNamespace(n_layer=1, n_kv_head=2, head_dim=64, max_seq_len=512)
+    cache = spec(args, torch.rand(32), 2, 400, torch.float32, "cpu")[0]
+    lengths = [301, 190]
+    cache.fit(lengths, [0, 0], 10, 400)
+    for b, n in enumerate(lengths):
+        k, v = torch.randn(2, 1, 2, n, 64)
+        by_reference(cache.lane(b), k, k, v, torch.arange(n)[None])
+    k, v = torch.randn(2, 2, 2, 1, 64)
+    pos = torch.tensor(lengths)
+    by_reference(cache, k, k, v, pos[:, None])
+    q = torch.randn(2, 2, 3, 64)
+    want = oracle(cache, q, pos)[0]
+    y, _ = cache.attend(q, pos)
+    close(y, want, 2e-6)
+    assert torch.equal(cache.attend(q, torch.stack([pos, pos], 1)[:, 0])[0], y)  # strided, as a caller may have it
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(cache.attend(strided, pos)[0], y)
+    for chunks in (1, 2, 5):
+        assert torch.equal(on_pages(cache, q, pos, chunks)[0], y)
+
+
+def test_a_format_that_no_kernel_knows():
+    """A subclass that means other numbers by the same codes is read by plain PyTorch, not as what it derives from."""
+
+    class Shifted(caches.IntStore):
+        def number(self, code):
+            return code.float() + 1
+
+    cache = filled("int-4", 64, torch.float32, 16, "random", 1, 2)
+    cache.k_store.__class__ = Shifted
+    q, pos = torch.randn(1, 2, 3, 64), torch.tensor([111])
+    close(cache.attend(q, pos)[0], oracle(cache, q, pos)[0], 2e-6)
 
 
 @pytest.mark.parametrize("form", ["float-16", "int-4"])

@@ -56,6 +56,29 @@ def test_bench_prints_a_table(checkpoint, capsys):
 
 
 @needs_compiler
+def test_profile(checkpoint, capsys):
+    """Every part of a step, whose bytes are all that the step reads; with int8 weights these are fewer."""
+    flags = ["--checkpoint", str(checkpoint), "--prompt-tokens", "100", "--rounds", "1", "--steps", "2", "--bits", "16"]
+    whole = {}
+    for weights in ([], ["--weights", "int8"]):
+        assert ev.main(["profile", *flags, "--cache", "h2o", "--budget", "40", *weights, "--json"]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {r["cache"] for r in rows} == {"full 16", "h2o 40 16"}
+        for cache in ("full 16", "h2o 40 16"):
+            *parts, step = [r for r in rows if r["cache"] == cache]
+            assert [r["part"] for r in parts] == ["q, k, v", "attention", "output", "feed forward", "head"]
+            assert step["part"] == "whole step" and step["bytes"] == sum(r["bytes"] for r in parts)
+            assert all(r["ms"] > 0 and r["floor_ms"] > 0 for r in rows)
+            whole[cache, bool(weights)] = step["bytes"]
+    assert whole["h2o 40 16", False] < whole["full 16", False]
+    assert whole["full 16", True] < whole["full 16", False]
+    assert ev.main(["profile", *flags[:2], "--prompt-tokens", "1010"]) == 2
+    assert "--prompt-tokens 1010" in capsys.readouterr().err
+    assert ev.main(["bench", *flags[:2], "--vs", "transformers", "--weights", "int8"]) == 2
+    assert "--weights int8" in capsys.readouterr().err
+
+
+@needs_compiler
 def test_bench_against_transformers(checkpoint, capsys):
     """The same tokens through its caches; what they hold is counted in bytes."""
     pytest.importorskip("transformers", reason="compares with the transformers package")

@@ -52,7 +52,7 @@ def test_one_graph_on_a_gpu():
         text=True,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    assert ran.stdout.count("one graph, one kernel") >= 8 * len(caches.POLICIES) - 8
+    assert ran.stdout.count("one graph, one kernel") == 8 * len(caches.POLICIES) - 1  # keydiff refuses kivi
 
 
 def test_the_script_for_a_gpu_runs():
@@ -117,15 +117,15 @@ def compiled(kernel, args: tuple, named: dict, architecture: int, capfd, **optio
     )
 
 
-def decode_launch(monkeypatch, form: str, shape: str, policy: str) -> tuple:
+def decode_launch(monkeypatch, form: str, shape: str, policy: str, dtype: torch.dtype = torch.bfloat16) -> tuple:
     heads, group, dim = SHAPES[shape]
     name, bits = form.split("-")
     args = SimpleNamespace(n_layer=1, n_kv_head=heads, head_dim=dim, max_seq_len=8192)
     spec = caches.build(policy, budget=1024, bits=int(bits), format=name)
-    cache = spec(args, torch.rand(dim // 2), 1, 4096, torch.bfloat16, "cpu")[0]
+    cache = spec(args, torch.rand(dim // 2), 1, 4096, dtype, "cpu")[0]
     cache.fit([2048], [0], 32, 4096)
     (stand_in,) = launches(monkeypatch, "attend_kernel")
-    cache.attend(torch.zeros(1, heads, group, dim, dtype=torch.bfloat16), torch.tensor([2048]))
+    cache.attend(torch.zeros(1, heads, group, dim, dtype=dtype), torch.tensor([2048]))
     return stand_in.kernel, *stand_in.calls[0]
 
 
@@ -145,11 +145,23 @@ def test_decode_compiles(form, shape, policy, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_prompt_compiles(shape, monkeypatch, capfd):
+@pytest.mark.parametrize("form", ["float-16", "int-4"])
+def test_decode_compiles_in_float32(form, shape, monkeypatch, capfd):
+    kernel, args, named = decode_launch(monkeypatch, form, shape, "h2o", torch.float32)
+    used = compiled(kernel, args, named, 80, capfd)
+    with capfd.disabled():
+        print(f"\n{form} float32 {shape} sm_80: {used}", end="")
+    assert used["shared"] <= 99 * 1024
+    assert used["spills"] == used["stack"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompt_compiles(shape, dtype, monkeypatch, capfd):
     heads, group, dim = SHAPES[shape]
     flash, columns = launches(monkeypatch, "flash_kernel", "columns_kernel")
-    q = torch.zeros(1, 512, heads * group, dim, dtype=torch.bfloat16).transpose(1, 2)
-    k = torch.zeros(1, heads, 512 + 64, dim, dtype=torch.bfloat16)
+    q = torch.zeros(1, 512, heads * group, dim, dtype=dtype).transpose(1, 2)
+    k = torch.zeros(1, heads, 512 + 64, dim, dtype=dtype)
     live = torch.zeros(1, heads, 64, dtype=torch.bool)
     kernels.column_mass(q, k, live)
     kernels.column_mass(q, k[:, :, 64:])
@@ -159,10 +171,11 @@ def test_prompt_compiles(shape, monkeypatch, capfd):
     assert len(columns.calls) == 2
     for stand_in in (flash, columns):
         for args, named in stand_in.calls:
-            for architecture in ARCHITECTURES:
+            for architecture in ARCHITECTURES if dtype == torch.bfloat16 else (80,):
                 used = compiled(stand_in.kernel, args, named, architecture, capfd)
                 with capfd.disabled():
-                    print(f"\n{stand_in.kernel.__name__} {shape} sm_{architecture}: {used}", end="")
+                    print(f"\n{stand_in.kernel.__name__} {dtype} {shape} sm_{architecture}: {used}", end="")
+                assert used["shared"] <= 99 * 1024
                 assert used["spills"] == used["stack"] == 0
 
 
