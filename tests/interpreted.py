@@ -52,10 +52,11 @@ def test_decode(form, dim):
     assert seen >= (8 if form == "float-16" else 16)
 
 
+@pytest.mark.parametrize("programs", [4, 8])
 @pytest.mark.parametrize("form", ["float-16", "int-4", "kivi-2"])
-def test_many_blocks(form, monkeypatch):
-    """One program for all of 300 slots, a ring of 132 rows, prompts of two lengths, pages of several chunks."""
-    monkeypatch.setattr(kernels, "PROGRAMS", 1)
+def test_many_blocks(form, programs, monkeypatch):
+    """One or two programs for all of 300 slots, a ring of 132 rows, prompts of two lengths, pages of several chunks."""
+    monkeypatch.setattr(kernels, "PROGRAMS", programs)
     name, bits = form.split("-")
     spec = caches.build("full", bits=int(bits), format=name, residual=None if bits == "16" else 128)
     args = SimpleNamespace(n_layer=1, n_kv_head=2, head_dim=64, max_seq_len=512)
