@@ -182,7 +182,8 @@ def chunk_arguments(q: Tensor, k: Tensor, v: Tensor | None, live: Tensor | None,
 def blocks(dim: int, dtype: torch.dtype) -> dict:
     """What one program of these works on at a time, and with how many threads."""
     if dtype == torch.float32:  # takes twice the registers, and no tensor cores
-        return dict(D=dim, BLOCK_D=max(16, power_of_two(dim)), BLOCK_T=16, BLOCK_S=32, num_warps=4, num_stages=1)
+        few = dict(BLOCK_T=16, BLOCK_S=32 if dim <= 128 else 16, num_warps=4, num_stages=1)
+        return dict(D=dim, BLOCK_D=max(16, power_of_two(dim)), **few)
     return dict(
         D=dim,
         BLOCK_D=max(16, power_of_two(dim)),
