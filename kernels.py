@@ -13,11 +13,13 @@
     between            integers for the numbers of a range; minmax, mse and hqq say which range
     e2m1, minifloat    floats of four and eight bits, to and from codes
     rotation           the signed Hadamard matrix that spreads outlier channels
+    attend, merge      a GPU's dot, softmax and mix in one Triton kernel, in pieces, and what puts them together
     recorded, replay   the kernels of a compiled CPU step, called again without the Python between them
 
-Every function is plain PyTorch. On a CPU that *is* the implementation: `dot` and `mix` are products and sums over a
-dim that is not the innermost one, so Inductor makes one vector loop of unpacking, scaling and multiplying, and no
-dequantized tensor exists. Anything of size T x T is left out on purpose.
+On a GPU Triton kernels attend to a cache and weigh a prompt; everything else, and on a CPU everything, is plain PyTorch.
+There that *is* the implementation: `dot` and `mix` are products and sums over a dim that is not the innermost one, so
+Inductor makes one vector loop of unpacking, scaling and multiplying, and no dequantized tensor exists. Anything of size
+T x T is left out on purpose.
 
 Shapes: B sequences, H KV heads, G query heads per KV head, T tokens, S slots, D head dim; n chunks of C = CHUNK slots.
 """
