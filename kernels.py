@@ -16,7 +16,7 @@
     attend, merge      a GPU's dot, softmax and mix in one Triton kernel, in pieces, and what puts them together
     recorded, replay   the kernels of a compiled CPU step, called again without the Python between them
 
-On a GPU Triton kernels attend to a cache and weigh a prompt; everything else, and on a CPU everything, is plain PyTorch.
+On a GPU Triton kernels attend to a cache and weigh a prompt; everything else, on a CPU everything, is plain PyTorch.
 There that *is* the implementation: `dot` and `mix` are products and sums over a dim that is not the innermost one, so
 Inductor makes one vector loop of unpacking, scaling and multiplying, and no dequantized tensor exists. Anything of size
 T x T is left out on purpose.
