@@ -1138,7 +1138,10 @@ def profile(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
             if turn % args.steps == 0:
                 rates.append(bandwidth(args.device))
         nbytes = {name: weight_bytes(model, within) for name, (_, within) in parts.items() if within}
-        nbytes |= {"attention": run.nbytes(), "head": (model.output or model.tok_embeddings).weight.nbytes}
+        nbytes |= {
+            "attention": run.nbytes(),
+            "head": sum(p.nbytes for p in (model.output or model.tok_embeddings).parameters()),
+        }
         nbytes["whole step"] = sum(nbytes.values())
         for name in [*parts, "head", "whole step"]:
             took, floor = statistics.median(ms[name]), nbytes[name] / statistics.median(rates) * 1e3

@@ -19,6 +19,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
+from conftest import tiny_args  # noqa: E402
 from kernel_cases import FORMATS, by_reference, filled, on_pages, oracle  # noqa: E402
 
 import cache as caches  # noqa: E402
@@ -101,19 +102,8 @@ def right() -> None:
 
 
 def random_model(dtype: torch.dtype, **shape) -> llama.Transformer:
-    args = dict(
-        max_seq_len=65536,
-        norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling={"rope_type": "default"},
-        tie_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=False,
-        eos_ids=(0,),
-    )
     with torch.device("meta"):
-        model = llama.Transformer(llama.ModelArgs(**args, **shape))
+        model = llama.Transformer(tiny_args(max_seq_len=65536, **shape))
     model = model.to(dtype).to_empty(device=DEVICE).eval().requires_grad_(False)
     model.finish_loading(DEVICE)
     for name, p in model.named_parameters():
