@@ -5,7 +5,9 @@
     Store      how: a number format is a pair of pure functions on the last dim, `encode` and `decode`.
     Codes      what all formats of few bits share, int, fp8, nvfp4, mxfp4 and kivi.
     Residual   the newest R tokens and the first few, exact, laid over any store.
-    Dense      where: one page per sequence.
+    Dense      where: a place of its own for every sequence.
+    Paged      where: pages of one pool that all sequences and layers share, on demand, by a block table.
+    Pool       the allocator, on the host: claim, share, copy on write, and prefixes that are met again.
     build      the only place where names are strings.
 
 Conventions, since public implementations differ. A budget counts slots per KV head averaged over layers, sinks and
@@ -24,7 +26,9 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -68,8 +72,8 @@ class KVCache(nn.Module):
     ):
         """plan: length of a prompt -> how many slots this layer may give to it."""
         super().__init__()
-        self.policy, self.k_store, self.v_store = policy, k_store, v_store
-        self.layout, self.residual, self.plan = layout, residual, plan
+        self.layout, self.policy, self.k_store, self.v_store = layout, policy, k_store, v_store
+        self.residual, self.plan = residual, plan
         self.room, self.origin = 0, None
         self.unit = policy.unit = max(k_store.unit, v_store.unit)
         # For whoever measures: watch(cache, q, k, v, pos), arguments as for `Policy.admit`, is called after a prompt or
@@ -114,6 +118,10 @@ class KVCache(nn.Module):
         need = -(-(int(slot.max()) + 1 + self.room) // self.unit) * self.unit
         if need > self.slot_pos.shape[2] and self.policy.appends:
             self.allocate(need)  # heads that share a budget: only now is it known what the largest wants
+        if self.policy.appends:
+            self.layout.hold((slot.amax(-1) + 1 + self.room).clamp(max=self.slot_pos.shape[2]))
+        else:
+            self.layout.hold(self.policy.capacity[:, None].expand(slot.shape[:2]))
         self.put(slot, k[:, :, -q.shape[2] :], v, pos)
         self.policy.measure(self)
         if self.watch is not None:
@@ -130,9 +138,8 @@ class KVCache(nn.Module):
             slot, k, v, pos = (x[b, h, t] for x in (slot, k, v, pos))
         if self.unit > 1:  # the first token of a unit finds the unit's former tokens gone
             vacate(self.slot_pos, slot, self.unit, b, h)
-        where = self.layout.locate(b, h, slot)
-        self.k_store.put(where, k.float())
-        self.v_store.put(where, v.float())
+        self.k_store.put((b, h, slot), k.float())
+        self.v_store.put((b, h, slot), v.float())
         self.slot_pos[b, h, slot] = pos.to(torch.int32)
 
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -172,7 +179,7 @@ class KVCache(nn.Module):
             ring = kernels.Ring(q, near, ring.k, ring.v, ring.slot, ring.length, ring.sink)
         asked = [x if x is None else self.k_store.query(x).contiguous() for x in (q, near)]
         y, lse, logits, rest = kernels.attend(
-            asked[0], k, v, self.slot_pos, pos, ring, asked[1], sinks, self.policy.learns
+            asked[0], k, v, self.slot_pos, pos, ring, asked[1], sinks, self.policy.learns, self.layout.table
         )
         share, whole = kernels.merge(lse)
         y = y * share[..., None]
@@ -229,6 +236,7 @@ class KVCache(nn.Module):
         up = self.unit - 1 if policy.appends else 0
         need = [(n + up) // self.unit * self.unit for n in need]
         wanted = max(need) if all(begins) else max(slots, *need)
+        self.layout.expect(wanted if policy.appends else max(need), len(need))
         if wanted != slots:
             if slots and policy.appends:
                 self.k_store.close(policy.count > slots)  # tokens beyond that went over older ones
@@ -247,6 +255,7 @@ class KVCache(nn.Module):
             narrow(self, whole, row)
             return
         self.policy.allocate(self.layout, slots, self.slot_pos.device)
+        self.layout.allocate(slots)
         self.slot_pos = resized(self.slot_pos, 2, slots, -1)
         for store in (self.k_store, self.v_store):
             store.allocate(self.layout, slots)
@@ -260,16 +269,23 @@ class KVCache(nn.Module):
     def reset(self, sequences: list[int] | None = None) -> None:
         """Empty, all or some of the sequences: buffer by buffer what a new cache of this size holds."""
         sequences = range(len(self.slot_pos)) if sequences is None else sequences
+        for b in sequences:
+            self.layout.release(b)
         fill = {"slot_pos": -1, "residual.slot": -1, "policy.capacity": self.slot_pos.shape[2]}
         fill |= {"k_store.whole": 1, "v_store.whole": 1}
-        for name, buffer in self.named_buffers():
+        for name, buffer in self.rows().items():
             for b in sequences:
                 buffer[b] = fill.get(name, 0)
+
+    def rows(self) -> dict[str, Tensor]:
+        """The buffers [B,..] that have a part for every sequence: all, but for a pool's, which its pages are in."""
+        shared = {f"{name}.{part}" for name in ("k_store", "v_store") for part in getattr(self, name).pooled}
+        return {name: buffer for name, buffer in self.named_buffers() if name not in shared}
 
     def bookkeeping(self) -> list[Tensor]:
         """The buffers that say what is where. With these put back, a step done again does the same again."""
         residual = [] if self.residual is None else [self.residual.slot]
-        stored = self.k_store.parts if self.policy.rereads else []
+        stored = self.k_store.stored if self.policy.rereads else []
         return [self.slot_pos, *residual, *self.policy.buffers(), *stored]
 
     def nbytes(self) -> int:
@@ -285,7 +301,10 @@ def longest_window(positions: int) -> int:
 
 def narrow(view: nn.Module, whole: nn.Module, row: int) -> nn.Module:
     """view, a shallow copy of whole, with every buffer [B,..] narrowed to one row of the same memory."""
-    view._buffers = {name: buffer[row : row + 1] for name, buffer in whole._buffers.items()}
+    kept = {name for name, buffer in whole._buffers.items() if buffer is None} | {*getattr(whole, "pooled", ())}
+    view._buffers = {name: x if name in kept else x[row : row + 1] for name, x in whole._buffers.items()}
+    if hasattr(whole, "pages"):
+        view.pages = whole.pages[row : row + 1]
     view._modules = {name: m and narrow(copy.copy(m), m, row) for name, m in whole._modules.items()}
     return view
 
@@ -749,7 +768,7 @@ class KeyDiff(Ranked):
     def direction(self, cache, slot):
         """Of the key that is stored in slot [B,H,1]: [B,H,D]."""
         b, h = rows(slot)
-        return (cache.k_store.at(cache.layout.locate(b, h, slot)) * self.scale[b, h, slot][..., None])[:, :, 0]
+        return (cache.k_store.at((b, h, slot)) * self.scale[b, h, slot][..., None])[:, :, 0]
 
     def measure(self, cache, slot=None):
         S, live = self.scale.shape[2], cache.slot_pos >= 0
@@ -759,7 +778,7 @@ class KeyDiff(Ranked):
             self.anchor.copy_((self.scale[:, :, None] @ key)[:, :, 0])
         else:
             b, h = rows(slot)
-            key = cache.k_store.at(cache.layout.locate(b, h, slot))
+            key = cache.k_store.at((b, h, slot))
             self.scale[b, h, slot] = 1 / key.norm(dim=-1).clamp(min=1e-30)
             self.anchor.add_(self.direction(cache, slot))
         along = cache.k_store.dot(self.anchor[:, :, None], torch.ones_like(live))[:, :, 0, :S]
@@ -844,17 +863,28 @@ class Store(nn.Module):
         return parts[0]
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
+    def stored(self) -> tuple[Tensor, ...]:
+        """The buffers, in which the layout says where a slot is."""
         return tuple(getattr(self, name) for name in self.names)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The same as if every sequence had its own: [B,H,n,d,C] or [B,H,n,C,d]."""
+        return tuple(self.layout.view(part, self.slots_last(i)) for i, part in enumerate(self.stored))
+
+    @property
+    def pooled(self) -> list[str]:
+        """The names of buffers that are not a sequence's own."""
+        return self.names if self.layout.pool else []
 
     def allocate(self, layout: "Dense", slots: int) -> None:
         """Buffers for `slots` slots: their widths and dtypes are whatever `encode` makes of the vectors of a chunk."""
-        sample = self.encode(torch.zeros(CHUNK, self.dim, device=self.device))
+        self.layout = layout
+        sample = self.encode(torch.zeros(layout.lanes, self.dim, device=self.device))
         for i, part in enumerate(sample):
-            shape = part.mT.shape if self.slots_last(i) else part.shape
-            old = self.parts[i] if len(self.names) > i else part.new_zeros(layout.batch, layout.heads, 0, *shape)
-            # At least two chunks: to the compiler a size of 1 is a constant, and would get a graph of its own.
-            self.register_buffer(f"part{i}", resized(old, 2, max(-(-slots // CHUNK), 2)), persistent=False)
+            shape = part.mT if self.slots_last(i) else part
+            old = self.stored[i] if len(self.names) > i else None
+            self.register_buffer(f"part{i}", layout.buffer((self.is_key, i), shape, old, slots), persistent=False)
         self.names = [f"part{i}" for i in range(len(sample))]
 
     def begin(self, x: Tensor, begins: Tensor | None = None) -> None:
@@ -869,10 +899,10 @@ class Store(nn.Module):
         return self.is_key or i > 0
 
     def put(self, where: tuple[Tensor, ...], x: Tensor) -> None:
-        """x [B,H,T,D] float32 to the places `where` that the layout located."""
-        b, h, chunk, lane = where
-        for i, (part, code) in enumerate(zip(self.parts, self.encode(x), strict=True)):
-            part[(b, h, chunk, slice(None), lane) if self.slots_last(i) else (b, h, chunk, lane)] = code
+        """x [B,H,T,D] float32 to `where`, indices (sequence, head, slot) that broadcast to [B,H,T]."""
+        *chunk, lane = self.layout.locate(*where)
+        for i, (part, code) in enumerate(zip(self.stored, self.encode(x), strict=True)):
+            part[(*chunk, slice(None), lane) if self.slots_last(i) else (*chunk, lane)] = code
 
     def decoded(self) -> Tensor:
         """All slots, [B,H,n,C,D]."""
@@ -883,11 +913,11 @@ class Store(nn.Module):
         return self.decoded().flatten(2, 3).to(self.dtype)
 
     def at(self, where: tuple[Tensor, ...]) -> Tensor:
-        """What is stored at the places `where` [B,H,T]: [B,H,T,D] float32."""
-        b, h, chunk, lane = where
+        """What is stored at `where`, as in `put`: [B,H,T,D] float32."""
+        *chunk, lane = self.layout.locate(*where)
         last = [self.slots_last(i) for i in range(len(self.names))]
-        parts = zip(self.parts, last, strict=True)
-        return self.decode(*(p[b, h, chunk, :, lane] if end else p[b, h, chunk, lane] for p, end in parts)).float()
+        parts = zip(self.stored, last, strict=True)
+        return self.decode(*(p[(*chunk, slice(None), lane) if end else (*chunk, lane)] for p, end in parts)).float()
 
     def written(self) -> kernels.Written | None:
         """How a GPU's kernel reads this store; None: it knows no such format, so that `dot` and `mix` do it."""
@@ -986,7 +1016,7 @@ class Codes(Store):
     def written(self):
         if vars(type(self)).get("tile") is None:  # a subclass may mean other numbers by the same codes: it has to say
             return None
-        codes, *shared = self.parts
+        codes, *shared = self.stored
         number, scale = self.tile
         return kernels.Written(
             codes, *shared, number=number, scale=scale, bits=self.bits, span=self.span, groups=self.span // self.group,
@@ -1144,7 +1174,7 @@ class KIVIKeys(KIVIStore):
 
     def allocate(self, layout, slots):
         super().allocate(layout, slots)
-        (B, H, n), device = self.part0.shape[:3], self.device
+        B, H, n, device = layout.batch, layout.heads, layout.chunks(slots), self.device
         old = self.open if hasattr(self, "open") else torch.zeros(B, H, 0, dtype=torch.bool, device=device)
         self.register_buffer("open", resized(old, 2, n), persistent=False)
         if not hasattr(self, "exact"):
@@ -1160,21 +1190,22 @@ class KIVIKeys(KIVIStore):
         return torch.cat(self.planes(codes, -1), -1).flatten(-2) * scale + zero
 
     def put(self, where, x):
-        b, h, chunk, lane = where
         if x.dim() < 4:
             return self.put_many(where, x)
+        (b, h, slot), (*chunk, lane) = where, self.layout.locate(*where)
         self.exact[b, h, lane] = x.to(self.dtype)
         filled = torch.arange(CHUNK, device=x.device) <= lane  # [B,H,C]
         unit = torch.where(filled[..., None], self.exact.float(), x)  # what is not there yet must not count
         codes, scale_zero = self.encode(unit)
-        self.part0[b, h, chunk] = codes.mT.unsqueeze(2)
-        self.part1[b, h, chunk] = scale_zero.mT.unsqueeze(2)
-        self.open[b, h, chunk] = lane < CHUNK - 1
+        self.part0[tuple(chunk)] = codes.mT.unsqueeze(2)
+        self.part1[tuple(chunk)] = scale_zero.mT.unsqueeze(2)
+        self.open[b, h, slot // CHUNK] = lane < CHUNK - 1
 
     def put_many(self, where: tuple[Tensor, ...], x: Tensor) -> None:
         """x [N,D] to places [N]: of every unit that gets some, what it has held so far comes first."""
-        b, h, chunk, lane = where
-        units = self.part0.new_zeros(*self.part0.shape[:3], CHUNK, self.dim, dtype=torch.float32)
+        b, h, slot = where
+        chunk, lane = slot // CHUNK, slot % CHUNK
+        units = self.exact.new_zeros(*self.open.shape, CHUNK, self.dim, dtype=torch.float32)
         fresh = torch.zeros(units.shape[:4], dtype=torch.bool, device=x.device)  # [B,H,n,C]
         units[b, h, chunk, lane] = x
         fresh[b, h, chunk, lane] = True
@@ -1182,9 +1213,11 @@ class KIVIKeys(KIVIStore):
         before = (torch.arange(CHUNK, device=x.device) < first[..., None]) & touched[..., None]
         units = torch.where(before[..., None], self.exact[:, :, None].float(), units)
         filled = fresh | before
-        codes, scale_zero = self.encode(torch.where(filled[..., None], units, units[..., :1, :]))
-        for part, new in ((self.part0, codes.mT), (self.part1, scale_zero.mT)):
-            part.copy_(torch.where(touched[..., None, None], new, part))
+        b, h, chunk = touched.nonzero(as_tuple=True)
+        new = torch.where(filled[..., None], units, units[..., :1, :])[b, h, chunk]
+        *at, _ = self.layout.locate(b, h, chunk * CHUNK)
+        for part, code in zip(self.stored, self.encode(new), strict=True):
+            part[tuple(at)] = code.mT
         self.open.copy_(torch.where(touched, ~filled.all(-1), self.open))
         # At most one of a head fills: what was open before is full, or still that one.
         fills = (touched & self.open).nonzero()
@@ -1300,15 +1333,171 @@ class Residual(nn.Module):
 # Layout: where slot s of sequence b lives
 
 
-class Dense:
-    """One page per sequence: slot s of sequence b is lane s % C of chunk s // C of page b."""
+class Dense(nn.Module):
+    """A place of its own for every sequence: slot s is lane s % C of chunk s // C."""
+
+    lanes, pool = CHUNK, None
 
     def __init__(self, batch: int, heads: int):
+        super().__init__()
         self.batch, self.heads = batch, heads
+        self.register_buffer("table", None, persistent=False)
 
-    def locate(self, sequence: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Slots of sequences and heads, tensors that broadcast -> indices (page, head, chunk, lane) into a store."""
+    def chunks(self, slots: int) -> int:
+        """Chunks that a head's slots are read as. At least two: to the compiler a size of 1 is a constant, and would
+        get a graph of its own."""
+        return max(-(-slots // CHUNK), 2)
+
+    def buffer(self, key: tuple, sample: Tensor, old: Tensor | None, slots: int) -> Tensor:
+        """A part of a store, of chunks that look like `sample`: with what was in it before, if it is not a new one."""
+        old = sample.new_zeros(self.batch, self.heads, 0, *sample.shape) if old is None else old
+        return resized(old, 2, self.chunks(slots))
+
+    def locate(self, sequence: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
+        """Slots of sequences and heads, tensors that broadcast -> indices of chunks in a store's buffers, and lanes."""
         return sequence, head, slot // CHUNK, slot % CHUNK
+
+    def view(self, part: Tensor, slots_last: bool) -> Tensor:
+        """A buffer of a store as [B,H,n,..], all chunks of all sequences."""
+        return part
+
+    def allocate(self, slots: int) -> None:
+        """Told of how many slots a head may use."""
+
+    def expect(self, slots: int, sequences: int) -> None:
+        """Told of how many slots that many sequences are going to hold."""
+
+    def hold(self, slots: Tensor) -> None:
+        """From now on sequences write to so many slots [B,H], the first ones of each head."""
+
+    def release(self, sequence: int) -> None:
+        """A sequence needs none of its slots any more."""
+
+
+class Paged(Dense):
+    """Pages of one pool, claimed when a head's slots need them (PagedAttention, 2309.06180).
+
+    A page is P slots of one head of one layer, so that layers and heads that keep different numbers of tokens share the
+    pool without waste; a chunk is C slots that lie side by side, and a page one or more chunks. table [B,H,m] says which
+    chunk of the pool is a head's j-th; what it says of a page that was never claimed is never written to, and masked.
+    """
+
+    def __init__(self, batch: int, heads: int, pool: "Pool", device):
+        super().__init__(batch, heads)
+        self.pool, self.lanes = pool, pool.lanes
+        self.pages: list[list[list[int]]] = [[[] for _ in range(heads)] for _ in range(batch)]
+        self.table = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
+
+    def chunks(self, slots):
+        whole = math.lcm(self.pool.page, CHUNK) // CHUNK  # of chunks, in whole pages
+        return -(-super().chunks(slots) // whole) * whole
+
+    def buffer(self, key, sample, old, slots):
+        return self.pool.part(key, sample)
+
+    def locate(self, sequence, head, slot):
+        return self.table[sequence, head, slot // self.lanes], slot % self.lanes
+
+    def view(self, part, slots_last):
+        x = part[self.table]
+        if self.lanes == CHUNK:
+            return x
+        x = (x.mT if slots_last else x).flatten(2, 3).unflatten(2, (-1, CHUNK))  # few slots: they are put side by side
+        return x.mT.contiguous() if slots_last else x
+
+    def allocate(self, slots):
+        self.table = resized(self.table, 2, self.chunks(slots) * CHUNK // self.lanes)
+
+    def expect(self, slots, sequences):
+        self.pool.expected[id(self)] = sequences * self.heads * -(-slots // self.pool.page)
+
+    def hold(self, slots):
+        for b, row in enumerate(slots.tolist()):
+            for h, n in enumerate(row):
+                self.grow(b, h, n)
+
+    def grow(self, b: int, h: int, slots: int) -> None:
+        held = self.pages[b][h]
+        missing = -(-slots // self.pool.page) - len(held)
+        if missing > 0:
+            held += self.pool.claim(missing)
+            self.enter(b, h, len(held) - missing)
+
+    def enter(self, b: int, h: int, first: int = 0) -> None:
+        """Writes pages of a head into the table, from the first-th on."""
+        chunks, per_page = self.pool.chunks_of(self.pages[b][h][first:]), self.pool.per_page
+        self.table[b, h, first * per_page : first * per_page + len(chunks)] = chunks.to(self.table)
+
+    def release(self, sequence):
+        for held in self.pages[sequence]:
+            self.pool.release(held)
+            held.clear()
+
+
+class Pool:
+    """Memory for pages, and who has which: all on the host, and never inside a graph.
+
+    Every page has a count of the heads that refer to it. Free ones are handed out again in the order in which they were
+    freed. pages: how many there are; None: as many as are claimed, for sequences whose lengths are known.
+    """
+
+    def __init__(self, page: int, pages: int | None, device):
+        self.page, self.fixed, self.device = page, pages is not None, torch.device(device)
+        # Slots that lie side by side; more than a vector's worth has no use.
+        self.lanes = page if page < CHUNK else math.gcd(page, CHUNK)
+        self.per_page = page // self.lanes
+        self.parts: dict[tuple, Tensor] = {}
+        self.refs: list[int] = []
+        self.free: OrderedDict[int, None] = OrderedDict()
+        self.expected: dict[int, int] = {}  # pages, of each layer, that are going to be claimed
+        self.enlarge(pages or 0)
+
+    def part(self, key: tuple, sample: Tensor) -> Tensor:
+        """The buffer [pages * per_page, ..] of parts that look like `sample`, one chunk. All layers have the same one."""
+        if key not in self.parts:
+            shape = len(self.refs) * self.per_page, *sample.shape
+            self.parts[key] = torch.zeros(shape, dtype=sample.dtype, device=self.device)
+            torch._dynamo.maybe_mark_dynamic(self.parts[key], 0)
+        return self.parts[key]
+
+    def enlarge(self, pages: int) -> None:
+        """So many pages in all, new ones free. In place: every layer's buffer is the same tensor."""
+        old = len(self.refs)
+        for part in self.parts.values():
+            part.resize_(pages * self.per_page, *part.shape[1:])[old * self.per_page :].zero_()
+        self.free.update(dict.fromkeys(range(old, pages)))
+        self.refs += [0] * (pages - old)
+
+    @property
+    def used(self) -> int:
+        return len(self.refs) - len(self.free)
+
+    def claim(self, n: int) -> list[int]:
+        """n free pages, those first that have been free for longest."""
+        missing = n - len(self.free)
+        if missing > 0 and self.fixed:
+            raise OutOfPages(n, len(self.free))
+        if missing > 0:
+            self.enlarge(max(len(self.refs) + missing, sum(self.expected.values())))
+        pages = [self.free.popitem(last=False)[0] for _ in range(n)]
+        for page in pages:
+            self.refs[page] = 1
+        return pages
+
+    def release(self, pages: list[int]) -> None:
+        """One reference less to each; the tail of a sequence is free first, so that its beginning is longest found."""
+        for page in reversed(pages):
+            self.refs[page] -= 1
+            if not self.refs[page]:
+                self.free[page] = None
+
+    def chunks_of(self, pages: list[int]) -> Tensor:
+        """The chunks [n * per_page] of n pages, in order."""
+        return (torch.tensor(pages)[:, None] * self.per_page + torch.arange(self.per_page)).flatten()
+
+
+class OutOfPages(Exception):
+    """A pool of a fixed size has no more free pages."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1353,7 +1542,11 @@ class CacheSpec:
     k: Form
     v: Form
     residual: int
-    layout: str = "dense"
+    page: int = 0  # slots of a page; 0: no pages
+
+    @property
+    def layout(self) -> str:
+        return f"paged by {self.page}" if self.page else "dense"
 
     @property
     def bits(self) -> int | str:
@@ -1375,9 +1568,18 @@ class CacheSpec:
             budget = max(round(budget * prompt), policy.least())
         return policy.budgets(budget, prompt, n_layer)
 
-    def __call__(self, args, rope: Tensor, batch: int, max_seq_len: int, dtype: torch.dtype, device) -> list[KVCache]:
+    def __call__(
+        self,
+        args,
+        rope: Tensor,
+        batch: int,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        device,
+        pool: "Pool | None" = None,
+    ) -> list[KVCache]:
         """args: the model's shape (n_layer, n_kv_head, head_dim, max_seq_len); rope: its rotary frequencies [D/2];
-        dtype: what 16 bits means, the model's own."""
+        dtype: what 16 bits means, the model's own; pool: pages that other caches claim from, too."""
         most = longest_window(args.max_seq_len)
         if self.endless and max_seq_len > args.max_seq_len and self.policy().least() > most:
             raise SpecError(
@@ -1386,9 +1588,10 @@ class CacheSpec:
             )
         length, dim = min(self.residual, max_seq_len), args.head_dim
         slots = functools.lru_cache(lambda prompt: self.slots(prompt, args.n_layer))  # one plan, for all layers
+        pool = Pool(self.page, None, device) if self.page and pool is None else pool
 
         def layer(i: int) -> KVCache:
-            layout = Dense(batch, args.n_kv_head)
+            layout = Paged(batch, args.n_kv_head, pool, device) if pool else Dense(batch, args.n_kv_head)
             k_store, v_store = self.k.store(True, dim, dtype, device), self.v.store(False, dim, dtype, device)
             residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
             policy = self.policy().attach(i, rope, args.max_seq_len)
@@ -1404,6 +1607,7 @@ def build(
     bits: int | str | None = None,
     format: str = "auto",
     residual: int | None = None,
+    page_size: int = 0,
 ) -> CacheSpec:
     """A cache from names.
 
@@ -1412,6 +1616,7 @@ def build(
     prompt (float up to 1.0). Default 0.2. bits: 16 (the model's dtype, the default), 8, 4 or 2, or of keys and
     values apart, `k=4,v=2`. format: auto or one of FORMATS, as `NAME[:key=value,..]`, also apart: `k=int,v=nvfp4`.
     residual: how many of the newest tokens are also kept exactly, and the first 4; default 128 below 16 bits.
+    page_size: slots of a page, any number; 0: no pages.
     Raises SpecError, which names the flag, what was given and what would work.
     """
     name, _, rest = cache.partition(":")
@@ -1441,6 +1646,13 @@ def build(
         raise SpecError(f"--residual {residual}: means nothing at 16 bits; give --bits 8, 4 or 2 as well")
     if residual is not None and (not isinstance(residual, int) or residual < 0):
         raise SpecError(f"--residual {residual}: give a number of tokens, 0 or more")
+    if not isinstance(page_size, int) or not 0 <= page_size < 2**20:
+        raise SpecError(f"--page-size {page_size}: give the slots of a page, 1 or more, or 0 for no pages")
+    if page_size % unit:
+        raise SpecError(
+            f"--page-size {page_size}: {unit} tokens of --format {forms[0].name} share the scales of their keys; give "
+            f"a multiple of {unit}, or choose --format int"
+        )
     if budget is not None and name == "full":
         raise SpecError(f"--budget {budget}: full keeps every token; choose --cache {', '.join(list(POLICIES)[1:])}")
     return CacheSpec(
@@ -1449,6 +1661,7 @@ def build(
         check_budget(name, policy, 0.2 if budget is None else budget),
         *forms,
         0 if exact else RESIDUAL if residual is None else residual,
+        page_size,
     )
 
 

@@ -528,8 +528,8 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
 class Written(NamedTuple):
     """A store as `attend` reads it: its buffers, and what their bytes mean.
 
-    codes [N,H,n,d,C] of keys or [N,H,n,C,d] of values, shared [N,H,n,rows,C] of scales, then zeros; N counts sequences,
-    or pages of a pool. Channels come in units of `span`, each packed as `pack` does, in `groups` with a scale each.
+    codes [B,H,n,d,C] of keys or [B,H,n,C,d] of values, shared [B,H,n,rows,C] of scales, then zeros; a pool's begin with
+    one dim only, of its chunks. Channels come in units of `span`, each packed as `pack` does, in `groups` with a scale each.
     """
 
     codes: Tensor
@@ -570,12 +570,12 @@ def small_float(code, sign: tl.constexpr, shift: tl.constexpr, unit: tl.constexp
 
 @jit
 def tile(
-    codes, shared, opened, exact, at, head, lane, real, unit, byte, chunk, step, stride,
+    codes, shared, opened, exact, at, own, head, lane, real, unit, byte, chunk, step, stride,
     D: tl.constexpr, FORM: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Slots as numbers: a tuple of planes, [d,slots] of keys or [slots,d] of values, d channels each.
 
-    A slot is lane `lane` of chunk `at`, if that is real; unit and byte say which channels; `step` and `stride` are
+    A slot is lane `lane` of chunk `at`, the `own`-th of a sequence's own, if that is real; unit and byte say which channels; `step` and `stride` are
     bytes of a chunk from one channel, and from one slot, to the next. In fp16 a product of a code and a scale, plus a
     zero, is as good as in float32 and then rounded; but powers of two may be beyond it.
     """
@@ -610,9 +610,9 @@ def tile(
             channel = unit * SPAN + j * WIDTH + byte
             where = shared + at * 2 * D + channel
             x = tl.fma(x, tl.load(where, there, 0).to(T), tl.load(where + D, there, 0).to(T))
-            is_open = tl.load(opened + at, real, 0) != 0
-            own = tl.load(exact + (head * chunk + lane) * D + channel, there & is_open, 0).to(tl.float32)
-            x = tl.where(is_open, tl.minimum(tl.maximum(own, -65504.0), 65504.0).to(T), x)
+            is_open = tl.load(opened + own, real, 0) != 0
+            plain = tl.load(exact + (head * chunk + lane) * D + channel, there & is_open, 0).to(tl.float32)
+            x = tl.where(is_open, tl.minimum(tl.maximum(plain, -65504.0), 65504.0).to(T), x)
         elif SCALE == "power":
             power = tl.load(shared + (at * ROWS + group) * chunk + lane, known, 0).to(tl.int32)
             x = x * (power << 23).to(tl.float32, bitcast=True)
@@ -636,7 +636,7 @@ def channels(j, FORM: tl.constexpr, D: tl.constexpr):
 @jit
 def scan(
     q, near, k, k_shared, k_opened, k_exact, v, v_shared, slots, table, logits, y, lse,
-    head, low, high, end, heads, rows, n, page, pages, held_from, held_below, sinks, chunk,
+    head, low, high, end, heads, rows, n, held_from, held_below, sinks, chunk,
     D: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     RING: tl.constexpr, NEAR: tl.constexpr, LOGITS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -665,18 +665,14 @@ def scan(
         live = held >= 0
         if not RING:  # those outside are read in the ring
             live = live & (held >= held_from) & (held < held_below)
+        own, lane = head * n + slot // chunk, slot % chunk
         if PAGED:
-            at = (
-                tl.load(table + head // heads * pages + slot // page, slot < high, 0).to(tl.int64) * heads
-                + head % heads
-            )
-            at = at * n + slot % page // chunk
-            lane = slot % page % chunk
+            at = tl.load(table + own, slot < high, 0).to(tl.int64)
         else:
-            at, lane = head * n + slot // chunk, slot % chunk
+            at = own
         real = slot // chunk * chunk < end  # of a chunk all slots are read or none: a mask of slots allows no vectors
         numbers = tile(
-            k, k_shared, k_opened, k_exact, at[None, None, :], head, lane[None, None, :], real[None, None, :],
+            k, k_shared, k_opened, k_exact, at[None, None, :], own[None, None, :], head, lane[None, None, :], real[None, None, :],
             tl.arange(0, KU)[:, None, None], tl.arange(0, KB)[None, :, None], chunk, chunk, 1,
             D, K, (KU * KB, BLOCK_S),
         )  # fmt: skip
@@ -697,7 +693,7 @@ def scan(
         weight, fade = tl.exp(score - safe[:, None]), tl.exp(top - safe)
         top, total = higher, total * fade + tl.sum(weight, 1)
         numbers = tile(
-            v, v_shared, v, v, at[:, None, None], head, lane[:, None, None], real[:, None, None],
+            v, v_shared, v, v, at[:, None, None], own[:, None, None], head, lane[:, None, None], real[:, None, None],
             tl.arange(0, VU)[None, :, None], tl.arange(0, VB)[None, None, :], chunk, 1, D // V_PLANES,
             D, V, (BLOCK_S, VU * VB),
         )  # fmt: skip
@@ -719,7 +715,7 @@ def scan(
 def attend_kernel(
     q, near, k, k_shared, k_opened, k_exact, v, v_shared, slots, table, pos,
     ring_q, ring_near, ring_k, ring_v, ring_slots, y, lse, logits, ring_logits,
-    heads, rows, end, n, split, page, pages, length, sink, sinks,
+    heads, rows, end, n, split, length, sink, sinks,
     D: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr, RING: tl.constexpr, NEAR: tl.constexpr, LOGITS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -732,14 +728,14 @@ def attend_kernel(
     if RING and tl.program_id(1) == tl.num_programs(1) - 1:
         scan(
             ring_q, ring_near, ring_k, ring_k, ring_k, ring_k, ring_v, ring_v, ring_slots, table, ring_logits, y, lse,
-            head, 0, RING, RING, heads, rows, 1, 1, 1, 0, 0, sinks, RING,
+            head, 0, RING, RING, heads, rows, 1, 0, 0, sinks, RING,
             D, EXACT, EXACT, BLOCK_R, BLOCK_S, True, NEAR, LOGITS, False,
         )  # fmt: skip
     else:
         scan(
             q, near, k, k_shared, k_opened, k_exact, v, v_shared, slots, table, logits, y, lse,
-            head, low, tl.minimum(low + split * BLOCK_S, end), end, heads, rows, n, page, pages, held_from, held_below,
-            sinks, CHUNK, D, K, V, BLOCK_R, BLOCK_S, False, NEAR, LOGITS, PAGED,
+            head, low, tl.minimum(low + split * BLOCK_S, end), end, heads, rows, n, held_from, held_below, sinks,
+            CHUNK, D, K, V, BLOCK_R, BLOCK_S, False, NEAR, LOGITS, PAGED,
         )  # fmt: skip
 
 
@@ -766,18 +762,17 @@ def attend(
     sinks: int = 0,
     logits: bool = False,
     table: Tensor | None = None,
-    page: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Attention of R queries a KV head over slots, none of which holds a token that comes after any of the queries.
 
     q [B,H,R,D] float32, as keys are written (rotated) and scaled; slot_pos int32 [B,H,S], -1 where empty; pos [B] the
     newest token's. With a ring, tokens below ring.sink and the newest ring.length are read there. near: what the first
-    `sinks` slots are asked instead of q. table int [B,pages]: k and v are pools of pages of `page` slots each.
+    `sinks` slots are asked instead of q. table int32 [B,H,n]: k and v are pools, and which chunk of them is a head's j-th.
     -> y [B,H,N,R,D] and log-sum-exp [B,H,N,R] of N pieces, float32, the ring's last, to be merged (`merge`), as values
     are written; and if `logits`, the scores [B,H,R,S] and the ring's [B,H,R,rows], -inf where a slot was not read.
     """
     (B, H, R, D), S = q.shape, slot_pos.shape[2]
-    buffers = [x for x in (k.codes, k.shared, k.opened, k.exact, v.codes, v.shared, slot_pos) if x is not None]
+    buffers = [x for x in (k.codes, k.shared, k.opened, k.exact, v.codes, v.shared, slot_pos, table) if x is not None]
     assert all(x.is_contiguous() for x in buffers)
     q, pos = q.contiguous(), pos.contiguous()
     wide = torch.float32 in (k.codes.dtype, v.codes.dtype) or k.wide or v.wide
@@ -797,13 +792,13 @@ def attend(
     attend_kernel[B * H, pieces, -(-R // block_r)](
         *given(q, near, k.codes, k.shared, k.opened, k.exact, v.codes, v.shared, slot_pos, table, pos),
         *given(rows.q.contiguous(), rows.near, rows.k, rows.v, rows.slot, y, lse, scores, ring_scores),
-        *(H, R, S, k.codes.shape[2], split, page or 1, 1 if table is None else table.shape[1]),
+        *(H, R, S, (k.codes if table is None else table).shape[2], split),
         *(rows.length, rows.sink, sinks),
         D=D,
         K=k.form(D),
         V=v.form(D),
         EXACT=Written(rows.k).form(D),
-        CHUNK=v.codes.shape[3],
+        CHUNK=v.codes.shape[-2],
         BLOCK_R=block_r,
         BLOCK_S=block_s,
         RING=rows.slot.shape[2] if ring else 0,

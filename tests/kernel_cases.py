@@ -47,25 +47,19 @@ def oracle(cache, q, pos):
     return weight @ v.double(), weight.sum(2)
 
 
-def on_pages(cache, q, pos, chunks: int = 1):
-    """cache.attend, of pools of pages of that many chunks, which lie in random order."""
-    batch, n = cache.k_store.part0.shape[0], cache.k_store.part0.shape[2]
-    pages = -(-n // chunks)
-    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(3)).to(q.device)
-    table = order.unflatten(0, (batch, pages)).to(torch.int32)
-
-    def pool(x):
-        x = torch.cat([x, x.new_zeros(*x.shape[:2], pages * chunks - n, *x.shape[3:])], 2)
-        x = x.unflatten(2, (pages, chunks)).transpose(1, 2).flatten(0, 1)  # [B*pages,H,chunks,..]
-        return torch.empty_like(x).index_copy_(0, order, x).contiguous()
+def on_pages(cache, q, pos):
+    """cache.attend, of a pool whose chunks lie in random order."""
+    shape = cache.k_store.part0.shape[:3]
+    order = torch.randperm(shape.numel(), generator=torch.Generator().manual_seed(3)).to(q.device)
 
     def moved(x: kernels.Written):
-        return x._replace(**{n: pool(y) for n in ("codes", "shared", "opened") if (y := getattr(x, n)) is not None})
+        pool = {n: getattr(x, n).flatten(0, 2) for n in ("codes", "shared") if getattr(x, n) is not None}
+        return x._replace(**{n: torch.empty_like(y).index_copy_(0, order, y) for n, y in pool.items()})
 
     dense = kernels.attend
-    page = chunks * kernels.CHUNK
     try:
-        kernels.attend = lambda q, k, v, *rest: dense(q, moved(k), moved(v), *rest, table=table, page=page)
+        table = order.view(shape).to(torch.int32)
+        kernels.attend = lambda q, k, v, *rest: dense(q, moved(k), moved(v), *rest[:-1], table)
         return cache.attend(q, pos)
     finally:
         kernels.attend = dense
