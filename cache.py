@@ -24,6 +24,7 @@ Every buffer is mutated in place and keeps its address while a sequence decodes;
 
 import copy
 import functools
+import hashlib
 import inspect
 import itertools
 import math
@@ -266,6 +267,36 @@ class KVCache(nn.Module):
         view.origin = self, row
         return view
 
+    def resize(self, slots: int) -> None:
+        """Room for as many slots a head, while sequences go on: at least what the longest of them holds."""
+        own = None if self.policy.appends else getattr(self.policy, "capacity", None)
+        own = None if own is None else own.clone()
+        self.allocate(slots)
+        if own is not None:
+            self.policy.capacity.copy_(own)
+
+    def adopt(self, row: int, other: "KVCache", share: bool = False) -> None:
+        """Sequence `row` becomes what `other`, a cache of one sequence in the same pool, holds, and takes over its pages,
+        or shares them. Room for it has to be there (`resize`)."""
+        self.reset([row])
+        mine = self.rows()
+        for name, theirs in other.rows().items():
+            part = mine[name][row]
+            part[tuple(map(slice, theirs.shape[1:]))] = theirs[0]
+        if self.policy.appends:
+            self.policy.capacity[row] = self.slot_pos.shape[2]
+        self.layout.take_over(row, other.layout, share)
+
+    def resume(self, pages: list[list[int]], tokens: int) -> None:
+        """A cache of one sequence begins with `tokens` tokens that each head's pages hold already."""
+        self.reset([0])
+        self.allocate(max(tokens, self.slot_pos.shape[2]))
+        for h, held in enumerate(pages):
+            self.layout.pages[0][h] += held
+            self.layout.enter(0, h)
+        self.slot_pos[0, :, :tokens] = torch.arange(tokens, dtype=torch.int32, device=self.slot_pos.device)
+        self.policy.count.fill_(tokens)
+
     def reset(self, sequences: list[int] | None = None) -> None:
         """Empty, all or some of the sequences: buffer by buffer what a new cache of this size holds."""
         sequences = range(len(self.slot_pos)) if sequences is None else sequences
@@ -356,6 +387,8 @@ class Policy(nn.Module):
     learns = False  # True: `observe` is given mass, which costs a pass over the scores
     relative = False  # True: positions are counted in the cache, not in the text
     rereads = False  # True: `place` looks at the key that it evicts
+    everything = False  # True: token t is in slot t, whatever follows, so that texts that begin alike can share pages
+    ragged = False  # True: heads may keep different numbers of tokens
     unit = 1  # slots that are filled in order and given up together, because a format says so; of KVCache
 
     def __init__(self, sink: int = 4, recent: int = 32):
@@ -453,7 +486,7 @@ class Policy(nn.Module):
 class Full(Policy):
     """Every token stays."""
 
-    appends = True
+    appends = everything = True
 
     def __init__(self):
         super().__init__(sink=0, recent=0)
@@ -553,8 +586,10 @@ class AdaKV(SnapKV):
     """SnapKV whose heads share one budget a layer: a head whose attention is spread keeps more (2407.11550).
 
     The best H * budget tokens of all heads together stay, and at least a part `floor` of an even share in each head.
-    All heads get as many slots as the largest needs; what each keeps is in the report.
+    All heads get as many slots as the largest needs, unless there are pages; what each keeps is in the report.
     """
+
+    ragged = True
 
     def __init__(self, window: int = 64, kernel: int = 5, pool: str = "avg", sink: int = 0, floor: float = 0.2):
         super().__init__(window, kernel, pool, sink)
@@ -846,6 +881,7 @@ class Store(nn.Module):
     widths: tuple[int, ...] = (16,)  # bits of one number
     group = 0  # channels that share a scale, where a format has any
     unit = 1  # slots that share something, so that they are filled in order and given up together
+    alone = True  # what is written for a token depends on what came before it, and on nothing that follows
     of_keys: "type[Store] | None" = None  # the class for keys, where they are written down in another way than values
 
     def __init__(self, is_key: bool, dim: int, dtype: torch.dtype, device, bits: int = 16):
@@ -1051,6 +1087,8 @@ SOLVERS = {"minmax": kernels.minmax, "mse": kernels.mse, "hqq": kernels.hqq}
 
 class Scaled(Codes):
     """Codes of numbers that are measured in `whole` [B,H], float32: one unit for each head, which its prompt sets."""
+
+    alone = False
 
     def measured(self, largest: Tensor) -> Tensor:
         """The unit for numbers up to `largest` [B,H], after rotation."""
@@ -1296,6 +1334,15 @@ class Residual(nn.Module):
             self.v[b, h, row] = v[:, :, part]
             self.slot[b, h, row] = slot[:, :, part].to(torch.int32)
 
+    def first(self, row: int) -> tuple[Tensor, Tensor]:
+        """A copy of what is held of the first tokens of sequence row: k [H,D,sink], v [H,sink,D]."""
+        return self.k[row, :, :, : self.sink].clone(), self.v[row, :, : self.sink].clone()
+
+    def restore(self, k: Tensor, v: Tensor) -> None:
+        """A cache of one sequence, which holds all its tokens, begins with those first ones."""
+        self.k[0, :, :, : self.sink], self.v[0, :, : self.sink] = k, v
+        self.slot[0, :, : self.sink] = torch.arange(self.sink, dtype=torch.int32, device=k.device)
+
     def covers(self, slot_pos: Tensor, pos: Tensor) -> Tensor:
         """bool like slot_pos [B,H,S]: is that token held here when the newest one is at pos [B]?"""
         return (slot_pos < self.sink) | (slot_pos > (pos[:, None, None] - self.length).to(torch.int32))
@@ -1324,7 +1371,8 @@ class Residual(nn.Module):
     def overlay(self, k: Tensor, v: Tensor, slot_pos: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [B,H,S,D] with every token that is held here replaced by its exact form."""
         row = self.row(slot_pos.clamp(min=0).long())
-        held = ((slot_pos >= 0) & self.covers(slot_pos, pos))[..., None]
+        ours = self.slot.gather(2, row) == torch.arange(slot_pos.shape[2], device=row.device)
+        held = ((slot_pos >= 0) & self.covers(slot_pos, pos) & ours)[..., None]
         exact_k, exact_v = take(self.k.mT, row), take(self.v, row)
         return torch.where(held, exact_k, k), torch.where(held, exact_v, v)
 
@@ -1400,7 +1448,7 @@ class Paged(Dense):
 
     def view(self, part, slots_last):
         x = part[self.table]
-        if self.lanes == CHUNK:
+        if self.lanes == CHUNK or (self.lanes == 16 and torch.compiler.is_compiling()):
             return x
         x = (x.mT if slots_last else x).flatten(2, 3).unflatten(2, (-1, CHUNK))  # few slots: they are put side by side
         return x.mT.contiguous() if slots_last else x
@@ -1423,25 +1471,51 @@ class Paged(Dense):
             held += self.pool.claim(missing)
             self.enter(b, h, len(held) - missing)
 
-    def enter(self, b: int, h: int, first: int = 0) -> None:
-        """Writes pages of a head into the table, from the first-th on."""
-        chunks, per_page = self.pool.chunks_of(self.pages[b][h][first:]), self.pool.per_page
+    def enter(self, b: int, h: int, first: int = 0, n: int | None = None) -> None:
+        """Writes pages of a head into the table, n of them from the first-th on."""
+        end = None if n is None else first + n
+        chunks, per_page = self.pool.chunks_of(self.pages[b][h][first:end]), self.pool.per_page
         self.table[b, h, first * per_page : first * per_page + len(chunks)] = chunks.to(self.table)
+
+    def take_over(self, row: int, other: "Paged", share: bool) -> None:
+        """The pages of `other`, of one sequence, become sequence row's, or its too. (The table is a buffer like others.)"""
+        for held, theirs in zip(self.pages[row], other.pages[0], strict=True):
+            held += theirs
+            if share:
+                self.pool.share(theirs)
+            else:
+                theirs.clear()
+
+    def unshare(self, row: int, head: int, index: int) -> None:
+        """Before a page is written to: one that others refer to, too, is copied."""
+        held = self.pages[row][head]
+        if self.pool.refs[held[index]] > 1:
+            old, [held[index]] = held[index], self.pool.claim(1)
+            self.pool.copy(old, held[index])
+            self.pool.release([old])
+            self.enter(row, head, index, 1)
+
+    def idle(self, row: int, page: int) -> None:
+        """Whatever sequence row writes from now on, of which nothing is kept, goes to this page."""
+        self.table[row] = page * self.pool.per_page
 
     def release(self, sequence):
         for held in self.pages[sequence]:
             self.pool.release(held)
             held.clear()
+        self.table[sequence] = 0
 
 
 class Pool:
-    """Memory for pages, and who has which: all on the host, and never inside a graph.
+    """Memory for pages, and who has which: all on the host, and never inside a graph. Everything in O(1) a page.
 
     Every page has a count of the heads that refer to it. Free ones are handed out again in the order in which they were
-    freed. pages: how many there are; None: as many as are claimed, for sequences whose lengths are known.
+    freed, and until then a prefix that they hold can be found (`Prefixes`). pages: how many there are; None: as many as
+    are claimed, for sequences whose lengths are known.
     """
 
     def __init__(self, page: int, pages: int | None, device):
+        self.prefixes = Prefixes(self)
         self.page, self.fixed, self.device = page, pages is not None, torch.device(device)
         # Slots that lie side by side; more than a vector's worth has no use.
         self.lanes = page if page < CHUNK else math.gcd(page, CHUNK)
@@ -1482,7 +1556,15 @@ class Pool:
         pages = [self.free.popitem(last=False)[0] for _ in range(n)]
         for page in pages:
             self.refs[page] = 1
+            self.prefixes.forget(page)
         return pages
+
+    def share(self, pages: list[int]) -> None:
+        """One reference more to each, be it in use or only not yet used again."""
+        for page in pages:
+            if not self.refs[page]:
+                del self.free[page]
+            self.refs[page] += 1
 
     def release(self, pages: list[int]) -> None:
         """One reference less to each; the tail of a sequence is free first, so that its beginning is longest found."""
@@ -1491,6 +1573,10 @@ class Pool:
             if not self.refs[page]:
                 self.free[page] = None
 
+    def copy(self, old: int, new: int) -> None:
+        for part in self.parts.values():
+            part.unflatten(0, (-1, self.per_page))[new] = part.unflatten(0, (-1, self.per_page))[old]
+
     def chunks_of(self, pages: list[int]) -> Tensor:
         """The chunks [n * per_page] of n pages, in order."""
         return (torch.tensor(pages)[:, None] * self.per_page + torch.arange(self.per_page)).flatten()
@@ -1498,6 +1584,84 @@ class Pool:
 
 class OutOfPages(Exception):
     """A pool of a fixed size has no more free pages."""
+
+
+@dataclass(eq=False)
+class Block:
+    """As many tokens of a text as a page has slots, and the pages of all layers' heads that hold them."""
+
+    key: object
+    parent: "Block | None"
+    tokens: tuple[int, ...]
+    pages: list[int]
+    exact: list | None = None  # what rings hold of the first tokens, layer by layer
+
+
+def chained(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    return hashlib.blake2b(parent + repr(tokens).encode(), digest_size=16).digest()
+
+
+class Prefixes:
+    """Full pages by what they hold: a hash of a block's tokens and of the block before it.
+
+    A hash only says where to look: a block is found if its tokens are the same, and follow the same block. It can be
+    found until one of its pages is claimed again, and never before it was computed.
+    """
+
+    def __init__(self, pool: "Pool"):
+        self.pool, self.salt, self.hash = pool, b"", chained
+        self.blocks: dict[object, Block] = {}
+        self.of_page: dict[int, Block] = {}
+
+    def find(self, tokens: list[int]) -> list[Block]:
+        """The blocks that a text begins with, as far as they are known; never all of it: its last token is computed."""
+        found, parent = [], None
+        for block in self.split(tokens[:-1]):
+            parent = self.known(parent, block)
+            if parent is None:
+                break
+            found.append(parent)
+        return found
+
+    def known(self, parent: Block | None, tokens: tuple[int, ...]) -> Block | None:
+        block = self.blocks.get(self.key(parent, tokens))
+        return block if block and block.parent is parent and block.tokens == tokens else None
+
+    def publish(self, tokens: list[int], pages: list[list[int]], exact: Callable[[], list] | None = None) -> None:
+        """Blocks of a text that was computed: pages of each head of all layers. exact: what rings hold of the first
+        tokens, with the first block that has all of those."""
+        parent = None
+        for j, block in enumerate(self.split(tokens)):
+            known = self.known(parent, block)
+            if known is None:
+                known = Block(self.key(parent, block), parent, block, [held[j] for held in pages])
+                if exact and (j + 1) * self.pool.page >= SINK > j * self.pool.page:
+                    known.exact = exact()
+                self.blocks[known.key] = known
+                self.of_page.update(dict.fromkeys(known.pages, known))
+            parent = known
+
+    def split(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        page = self.pool.page
+        return [tuple(tokens[i : i + page]) for i in range(0, len(tokens) - page + 1, page)]
+
+    def key(self, parent: Block | None, tokens: tuple[int, ...]):
+        return self.hash(self.salt if parent is None else parent.key, tokens)
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.of_page.clear()
+
+    def forget(self, page: int) -> None:
+        """A page gets other content."""
+        block = self.of_page.pop(page, None)
+        if block is None:
+            return
+        for other in block.pages:
+            if self.of_page.get(other) is block:
+                del self.of_page[other]
+        if self.blocks.get(block.key) is block:
+            del self.blocks[block.key]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

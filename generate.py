@@ -14,11 +14,14 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 STARTED = time.perf_counter()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -282,6 +285,397 @@ def until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
         yield held[: len(held) - partial]
         held = held[len(held) - partial :]
     yield held
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The engine: many requests, of different lengths, in the lanes of one compiled step
+
+
+@dataclass(frozen=True)
+class Params:
+    """How a request is to be answered; temperature 0 is greedy."""
+
+    max_new_tokens: int = 200
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+class Request:
+    """One text that is to be continued. Its own sampler, so that its tokens do not depend on its neighbours."""
+
+    def __init__(self, id: int, prompt: list[int], params: Params, device):
+        self.id, self.prompt, self.params = id, prompt, params
+        self.sample = sampler(params.temperature, params.top_k, params.top_p, params.seed, device)
+        self.tokens: list[int] = []  # generated
+        self.told = 0  # how many of those have been told since its prompt was read last
+        self.others: list[Request] = []  # further samples of the same prompt, which are read with it
+        self.lane: int | None = None
+        self.order = 0  # of admission
+        self.held: np.ndarray | None = None  # slots [L,H] in use, where later tokens are appended
+        self.forked = False  # does it share a page that it writes to next?
+        self.done = params.max_new_tokens == 0
+
+    @property
+    def cached(self) -> list[int]:
+        """The tokens that its lane holds: the newest one was not fed back."""
+        return self.prompt + self.tokens[: max(self.told - 1, 0)]
+
+
+class Engine:
+    """Continuous batching: `submit`, then `step` until nothing is `unfinished`.
+
+    Requests wait in order. One prompt at a time is read, `prefill_layers` layers between two decode steps, into a cache
+    of its own, the desk, whose pages then become a lane's. All lanes decode in one step; one that is finished is filled
+    again at once. When the pool has no page for a lane's next token, the request that was admitted last makes way: its
+    prompt is read again later, and what it had generated is fed again, token by token, so that a policy that compressed
+    the prompt holds the same again. The engine owns the model's caches.
+    """
+
+    PAGE = 64  # slots of a page, where the cache does not say
+    GROWTH = 256  # slots; what a step looks at is that of the longest lane, in whole multiples of this
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: caches.CacheSpec,
+        max_batch: int = 8,
+        max_seq_len: int | None = None,
+        pages: int | None = None,
+        prefill_layers: int = 4,
+    ):
+        """cache: what `caches.build` returned; max_batch: lanes; max_seq_len: of a prompt and its new tokens together;
+        pages: of the pool, one head of one layer each, by default enough for all lanes at their longest."""
+        args, weight = model.args, model.norm.weight
+        self.model, self.spec = model, cache if cache.page else replace(cache, page=self.PAGE)
+        self.max_seq_len, self.prefill_layers = max_seq_len or args.max_seq_len, prefill_layers
+        if self.max_seq_len > args.max_seq_len and not cache.endless:
+            raise UsageError(f"--max-seq-len {max_seq_len}: this model has {args.max_seq_len} positions")
+        self.policy, self.device = self.spec.policy(), weight.device
+        longest = max(self.need(self.max_seq_len, 0), self.need(1, self.max_seq_len - 1))
+        self.pool = caches.Pool(self.spec.page, 1 + (max_batch * longest if pages is None else pages), weight.device)
+
+        def make(batch: int) -> list[caches.KVCache]:
+            rope = model.rope.frequencies
+            return self.spec(args, rope, batch, self.max_seq_len, weight.dtype, weight.device, self.pool)
+
+        self.caches, self.desk = make(max_batch), make(1)
+        self.nothing = self.pool.claim(1)[0]  # where lanes without a request write
+        self.lanes: list[Request | None] = [None] * max_batch
+        self.size = [0] * args.n_layer
+        self.resize([self.GROWTH] * args.n_layer)
+        self.tok, self.pos, self.active = torch.zeros(3, max_batch, 1, dtype=torch.int64, device=weight.device)
+        self.waiting: deque[Request] = deque()
+        self.reading: Request | None = None
+        self.requests = 0
+        self.preempted = self.hit_tokens = self.peak = 0
+        for layer, own in zip(model.layers, self.caches, strict=True):
+            layer.attention.cache = own
+        self.prefix = self.why_no_prefix() is None
+        self.pool.prefixes.salt = repr((args, self.spec)).encode()
+
+    def why_no_prefix(self) -> str | None:
+        """Why two prompts that begin alike cannot share pages here, if they cannot."""
+        if not self.policy.everything:
+            return f"{self.spec.name} keeps what the end of a prompt looks at"
+        kinds = {str(f): f.store(True, 64, torch.float32, "meta").alone for f in (self.spec.k, self.spec.v)}
+        scaled = [name for name, alone in kinds.items() if not alone]
+        return f"{scaled[0]} has a scale that a whole prompt sets" if scaled else None
+
+    def need(self, prompt: int, new: int, samples: int = 1) -> int:
+        """Pages for that many samples of so many tokens each, at the end, or at most where heads share a budget."""
+        args, page = self.model.args, self.spec.page
+        slots = [n + (new if self.policy.appends else 0) for n in self.spec.slots(prompt, args.n_layer)]
+        H = args.n_kv_head
+        pages = [H * n // page + H if self.policy.ragged else H * -(-n // page) for n in slots]
+        alone = H * args.n_layer if self.policy.appends else sum(pages)  # what a sample cannot share
+        return sum(pages) + (samples - 1) * alone
+
+    # What a caller does
+
+    def submit(self, prompt: list[int], params: Params = Params(), samples: int = 1) -> int | list[int]:  # noqa: B008
+        """Queues a prompt, token ids. Returns the request's id, or those of all samples, the i-th with seed + i.
+
+        Raises UsageError for one that never fits: positions, pages, or lanes for its samples.
+        """
+        T, new, total = len(prompt), params.max_new_tokens, len(self.pool.refs) - 1
+        if not prompt:
+            raise UsageError(EMPTY)
+        if T + new > self.max_seq_len:
+            raise UsageError(
+                f"{T} tokens in the prompt and {new} new ones are more than {self.max_seq_len}; shorten one of them"
+            )
+        if samples > len(self.lanes):
+            raise UsageError(f"--num-samples {samples}: there are {len(self.lanes)} lanes; give --max-batch {samples}")
+        need = max(self.need(T, max(new - 1, 0)), self.need(T, 1, samples))
+        if need > total:
+            raise UsageError(
+                f"--pages {total}: a prompt of {T} tokens and {new} new ones need {need} pages of {self.spec.page} slots"
+            )
+        group = [
+            Request(self.requests + i, list(prompt), replace(params, seed=params.seed + i), self.device)
+            for i in range(samples)
+        ]
+        self.requests += samples
+        group[0].others = group[1:]
+        if not group[0].done:
+            self.waiting.append(group[0])
+        ids = [r.id for r in group]
+        return ids[0] if samples == 1 else ids
+
+    @torch.no_grad()
+    def step(self) -> dict[int, list[int]]:
+        """Reads some layers of a prompt, and gives every lane its next token: new tokens of requests, by id."""
+        out: dict[int, list[int]] = {}
+        self.begin()
+        running = any(self.lanes)
+        for _ in range(self.prefill_layers if running else sys.maxsize):
+            if self.reading is None or self.read_layer(out):
+                break
+        self.make_room()
+        self.peak = max(self.peak, self.pool.used - 1)
+        if any(self.lanes):
+            logits = self.decode(self.tok, self.pos)[:, 0]
+            self.pos += self.active
+            tok = greedy(logits)
+            for r in filter(None, self.lanes):
+                if r.told < len(r.tokens):  # it was generated before this request had to make way
+                    tok[r.lane] = r.tokens[r.told]
+                elif r.sample is not greedy:
+                    tok[r.lane] = r.sample(logits[r.lane : r.lane + 1])[0]
+            self.tok.copy_(tok[:, None])
+            ids = tok.tolist()  # the one moment of a step when the host waits for the device
+            for r in filter(None, list(self.lanes)):
+                if r.held is not None:
+                    r.held += 1
+                self.tell(r, ids[r.lane], out)
+        return out
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + (self.reading is not None) + sum(r is not None for r in self.lanes)
+
+    def generate(self, prompts: list[list[int]], params: Params = Params()) -> list[list[int]]:  # noqa: B008
+        """Token ids that follow each of the prompts, in their order."""
+        tokens = {self.submit(prompt, params): [] for prompt in prompts}
+        while self.unfinished:
+            for id, new in self.step().items():
+                if id in tokens:
+                    tokens[id] += new
+        return list(tokens.values())
+
+    def cancel(self, id: int) -> None:
+        """Ends a request, wherever it is; one that has ended, or never was, is no error."""
+        for r in [r for r in self.waiting if r.id == id or id in [x.id for x in r.others]]:
+            self.drop(r, id)
+            if r.done:
+                self.waiting.remove(r)
+                self.waiting.extendleft(self.regroup(r))
+        if self.reading is not None and id in [x.id for x in (self.reading, *self.reading.others)]:
+            r = self.reading
+            self.drop(r, id)
+            if r.done:
+                self.stop_reading()
+                self.waiting.extendleft(self.regroup(r))
+        for r in filter(None, list(self.lanes)):
+            if r.id == id:
+                self.leave(r)
+
+    def reset(self) -> None:
+        """As new: nothing waits, nothing runs, no prefix is known."""
+        for r in [*self.waiting, self.reading, *self.lanes]:
+            if r is not None:
+                for id in [x.id for x in (r, *r.others)]:
+                    self.cancel(id)
+        self.pool.prefixes.clear()
+        self.preempted = self.hit_tokens = self.peak = 0
+
+    # What happens inside
+
+    @staticmethod
+    def drop(group: Request, id: int) -> None:
+        group.others = [x for x in group.others if x.id != id]
+        group.done = group.done or group.id == id
+
+    @staticmethod
+    def regroup(group: Request) -> list[Request]:
+        """The samples that are left when the first one is cancelled."""
+        if not group.others:
+            return []
+        first, *rest = group.others
+        first.others = rest
+        return [first]
+
+    def begin(self) -> None:
+        """Starts to read the next prompt, if there are a lane and pages for it."""
+        if self.reading is not None or not self.waiting:
+            return
+        r = self.waiting[0]
+        samples = 1 + len(r.others)
+        if self.lanes.count(None) < samples:
+            return
+        found = self.find(r.prompt)
+        shared, hit = [page for block in found for page in block.pages], len(found) * self.spec.page
+        self.pool.share(shared)
+        if self.need(len(r.prompt), 1, samples) - len(shared) > len(self.pool.free):
+            self.pool.release(shared)
+            return
+        self.waiting.popleft()
+        self.reading, self.requests_read = r, 0
+        self.admissions = getattr(self, "admissions", 0) + 1
+        r.order = self.admissions
+        H, rest = self.model.args.n_kv_head, len(r.prompt) - hit
+        pieces = []
+        for i, cache in enumerate(self.desk):
+            if found:
+                cache.resume([[block.pages[i * H + h] for block in found] for h in range(H)], hit)
+                if cache.residual is not None:
+                    cache.residual.restore(*found[-(-caches.SINK // self.spec.page) - 1].exact[i])
+            pieces += cache.fit([rest], [hit], 0, self.max_seq_len)
+        self.hit_tokens += hit
+        ids = torch.tensor([r.prompt[hit:]], device=self.device)
+        self.layers = self.model.reading(ids, hit, min(pieces), caches=self.desk)
+
+    def find(self, prompt: list[int]) -> list[caches.Block]:
+        """Blocks that hold the beginning of a prompt. What a ring holds of its end has to be computed."""
+        if not self.prefix:
+            return []
+        ring, page = self.desk[0].residual, self.spec.page
+        found = self.pool.prefixes.find(prompt)
+        if ring is not None:
+            found = found[: max(len(prompt) - ring.length, 0) // page]
+            found = found if len(found) * page >= ring.sink else []
+        return found
+
+    def publish(self, tokens: list[int], layers: list[caches.KVCache], row: int) -> None:
+        if self.prefix:
+            pages = [held for cache in layers for held in cache.layout.pages[row]]
+            exact = None
+            if layers[0].residual is not None:
+                exact = lambda: [cache.residual.first(row) for cache in layers]  # noqa: E731
+            self.pool.prefixes.publish(tokens, pages, exact)
+
+    def read_layer(self, out: dict[int, list[int]]) -> bool:
+        """One more layer of the prompt that is being read; True if that was the last one."""
+        logits = next(self.layers)
+        if logits is None:
+            return False
+        first, self.reading = self.reading, None
+        self.publish(first.prompt, self.desk, 0)
+        held = np.stack([cache.policy.count[0].cpu().numpy() for cache in self.desk])
+        group = [first, *first.others]
+        first.others = []
+        slots = [cache.slot_pos.shape[2] for cache in self.desk]
+        self.resize([self.rounded(max(a, b)) for a, b in zip(slots, self.in_use(), strict=True)])
+        for i, r in enumerate(group):
+            r.lane, r.order, r.told = self.lanes.index(None), first.order, 0
+            r.held, r.forked = held.copy() if self.policy.appends else None, len(group) > 1
+            self.lanes[r.lane] = r
+            for cache, desk in zip(self.caches, self.desk, strict=True):
+                cache.adopt(r.lane, desk, share=i + 1 < len(group))
+        for r in group:
+            if r.held is None and r.forked:  # it may write to any page
+                for cache in self.caches:
+                    for h, pages in enumerate(cache.layout.pages[r.lane]):
+                        for i in range(len(pages)):
+                            cache.layout.unshare(r.lane, h, i)
+            id = r.tokens[0] if r.tokens else int(r.sample(logits))
+            self.tok[r.lane], self.pos[r.lane], self.active[r.lane] = id, len(r.prompt), 1
+            self.tell(r, id, out)
+        return True
+
+    def tell(self, r: Request, id: int, out: dict[int, list[int]]) -> None:
+        """A request has its next token."""
+        if r.told == len(r.tokens):
+            r.tokens.append(id)
+            out.setdefault(r.id, []).append(id)
+        r.told += 1
+        if id in r.params.stop_ids or r.told == r.params.max_new_tokens:
+            self.leave(r)
+
+    def leave(self, r: Request) -> None:
+        """A lane is free again."""
+        r.done = True
+        self.vacate(r)
+
+    def vacate(self, r: Request) -> None:
+        self.publish(r.cached, self.caches, r.lane)
+        for cache in self.caches:
+            cache.layout.release(r.lane)
+            cache.layout.idle(r.lane, self.nothing)
+        self.tok[r.lane] = self.pos[r.lane] = self.active[r.lane] = 0
+        self.lanes[r.lane], r.lane = None, None
+
+    def stop_reading(self) -> None:
+        self.reading = None
+        for cache in self.desk:
+            cache.layout.release(0)
+
+    def make_room(self) -> None:
+        """Pages and slots for the next token of every lane."""
+        for r in sorted(filter(None, self.lanes), key=lambda r: r.order):
+            while r.lane is not None and not self.room_for(r):
+                self.preempt(max([*filter(None, [*self.lanes, self.reading])], key=lambda r: (r.order, r.id)))
+        if any(n > size for n, size in zip(self.in_use(), self.size, strict=True)):
+            self.resize([max(self.rounded(n), s) for n, s in zip(self.in_use(), self.size, strict=True)])
+
+    def room_for(self, r: Request) -> bool:
+        if r.held is None:
+            return True
+        page, b = self.spec.page, r.lane
+        grows = np.argwhere(r.held % page == 0)
+        if not len(grows) and not r.forked:
+            return True
+        layouts = [cache.layout for cache in self.caches]
+        grows = [(i, h) for i, h in grows if len(layouts[i].pages[b][h]) * page == r.held[i, h]]
+        shared = []
+        if r.forked:
+            places = [(i, h, n // page) for (i, h), n in np.ndenumerate(r.held) if n % page]
+            shared = [(i, h, j) for i, h, j in places if self.pool.refs[layouts[i].pages[b][h][j]] > 1]
+        promised = 0
+        if self.reading is not None:
+            claimed = sum(len(held) for cache in self.desk for held in cache.layout.pages[0])
+            promised = max(self.need(len(self.reading.prompt), 1, 1 + len(self.reading.others)) - claimed, 0)
+        if len(grows) + len(shared) > len(self.pool.free) - promised:
+            return False
+        for i, h in grows:
+            layouts[i].grow(b, h, int(r.held[i, h]) + 1)
+        for i, h, j in shared:
+            layouts[i].unshare(b, h, j)
+        r.forked = False
+        return True
+
+    def preempt(self, r: Request) -> None:
+        """The latest request makes way, and is the first to come back."""
+        self.preempted += 1
+        if r is self.reading:
+            self.stop_reading()
+        else:
+            self.vacate(r)
+        self.waiting.appendleft(r)
+
+    def in_use(self) -> list[int]:
+        """Slots that the longest lane uses in each layer, its next token included."""
+        running = [r for r in self.lanes if r is not None]
+        if not self.policy.appends:
+            rows = [r.lane for r in running]
+            return [int(cache.policy.capacity[rows].max()) if rows else 0 for cache in self.caches]
+        return np.max([r.held.max(1) + 1 for r in running], 0).tolist() if running else [0] * len(self.caches)
+
+    def rounded(self, slots: int) -> int:
+        return -(-max(slots, 1) // self.GROWTH) * self.GROWTH
+
+    def resize(self, slots: list[int]) -> None:
+        """What a step looks at, layer by layer."""
+        for i, (cache, n) in enumerate(zip(self.caches, slots, strict=True)):
+            if n != self.size[i]:
+                cache.resize(n)
+                self.size[i], self.decode = n, DecodeStep(self.model)
+                for b, r in enumerate(self.lanes):
+                    if r is None:
+                        cache.layout.idle(b, self.nothing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import time
 import unicodedata
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import PathFinder
@@ -124,26 +124,30 @@ class Transformer(nn.Module):
         # Prompts of one length have the same slots. What is held of longer texts may differ, whatever their length.
         if len(ids) == 1 or (isinstance(ids, Tensor) and not any(starts)):
             return self.read(ids[0][None] if len(ids) == 1 else ids, starts[0], pieces[0], chunk)
-        logits = []
-        try:
-            for b, row in enumerate(ids):
-                for layer, cache in zip(self.layers, caches, strict=True):
-                    layer.attention.cache = cache.lane(b)
-                logits.append(self.read(row[None], starts[b], pieces[b], chunk))
-        finally:
-            for layer, cache in zip(self.layers, caches, strict=True):
-                layer.attention.cache = cache
-        return torch.cat(logits)
+        lanes = [[cache.lane(b) for cache in caches] for b in range(len(ids))]
+        return torch.cat([self.read(row[None], starts[b], pieces[b], chunk, lanes[b]) for b, row in enumerate(ids)])
 
-    def read(self, ids: Tensor, start: int, piece: int, chunk: int) -> Tensor:
+    def read(self, ids: Tensor, start: int, piece: int, chunk: int, caches: list | None = None) -> Tensor:
         """Prompts of one length, `piece` tokens at a time through all layers: ids [B,T] -> logits [B,V]."""
+        return [*self.reading(ids, start, piece, chunk, caches)][-1]
+
+    def reading(
+        self, ids: Tensor, start: int, piece: int, chunk: int = PREFILL_CHUNK, caches: list | None = None
+    ) -> Iterator[Tensor | None]:
+        """`read` that pauses after every layer, and ends with the logits. caches: one a layer, instead of its own."""
+        caches = [layer.attention.cache for layer in self.layers] if caches is None else caches
         for part in ids.split(piece, 1):
             pos = torch.arange(start, start + part.shape[1], device=ids.device).expand_as(part)
             x, rope = self.tok_embeddings(part), self.rope(pos)
-            for layer in self.layers:
-                x = layer(x, rope, pos, chunk)
+            for layer, cache in zip(self.layers, caches, strict=True):
+                own, layer.attention.cache = layer.attention.cache, cache
+                try:
+                    x = layer(x, rope, pos, chunk)
+                finally:
+                    layer.attention.cache = own
+                yield None
             start += part.shape[1]
-        return self.head(x[:, -1:])[:, 0]
+        yield self.head(x[:, -1:])[:, 0]
 
     def setup_caches(self, spec, batch: int, max_seq_len: int) -> None:
         """Give every layer a cache. spec: what cache.build returned; max_seq_len: prompt and new tokens together."""
