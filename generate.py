@@ -331,7 +331,7 @@ class Engine:
     of its own, the desk, whose pages then become a lane's. All lanes decode in one step; one that is finished is filled
     again at once. When the pool has no page for a lane's next token, the request that was admitted last makes way: its
     prompt is read again later, and what it had generated is fed again, token by token, so that a policy that compressed
-    the prompt holds the same again. The engine owns the model's caches.
+    the prompt holds the same again.
     """
 
     PAGE = 64  # slots of a page, where the cache does not say
@@ -369,10 +369,8 @@ class Engine:
         self.tok, self.pos, self.active = torch.zeros(3, max_batch, 1, dtype=torch.int64, device=weight.device)
         self.waiting: deque[Request] = deque()
         self.reading: Request | None = None
-        self.requests = 0
+        self.requests = self.admissions = 0
         self.preempted = self.hit_tokens = self.peak = 0
-        for layer, own in zip(model.layers, self.caches, strict=True):
-            layer.attention.cache = own
         self.prefix = self.why_no_prefix() is None
         self.pool.prefixes.salt = repr((args, self.spec)).encode()
 
@@ -429,6 +427,8 @@ class Engine:
     def step(self) -> dict[int, list[int]]:
         """Reads some layers of a prompt, and gives every lane its next token: new tokens of requests, by id."""
         out: dict[int, list[int]] = {}
+        for layer, own in zip(self.model.layers, self.caches, strict=True):
+            layer.attention.cache = own  # whoever used the model in between
         self.begin()
         running = any(self.lanes)
         for _ in range(self.prefill_layers if running else sys.maxsize):
@@ -523,8 +523,8 @@ class Engine:
             self.pool.release(shared)
             return
         self.waiting.popleft()
-        self.reading, self.requests_read = r, 0
-        self.admissions = getattr(self, "admissions", 0) + 1
+        self.reading = r
+        self.admissions += 1
         r.order = self.admissions
         H, rest = self.model.args.n_kv_head, len(r.prompt) - hit
         pieces = []
