@@ -276,8 +276,8 @@ class KVCache(nn.Module):
             self.policy.capacity.copy_(own)
 
     def adopt(self, row: int, other: "KVCache", share: bool = False) -> None:
-        """Sequence `row` becomes what `other`, a cache of one sequence in the same pool, holds, and takes over its pages,
-        or shares them. Room for it has to be there (`resize`)."""
+        """Sequence `row` becomes what `other`, a cache of one sequence in the same pool, holds, and takes over its
+        pages, or shares them. Room for it has to be there (`resize`)."""
         self.reset([row])
         mine = self.rows()
         for name, theirs in other.rows().items():
@@ -320,8 +320,14 @@ class KVCache(nn.Module):
         return [self.slot_pos, *residual, *self.policy.buffers(), *stored]
 
     def nbytes(self) -> int:
-        """Bytes of all live buffers: codes, scales, zeros, residual, slot_pos, and what the policy remembers."""
-        return sum(b.numel() * b.element_size() for b in self.buffers())
+        """Bytes of all live buffers: codes, scales, zeros, residual, slot_pos, and what the policy remembers; of a
+        pool, all of it."""
+        return memory([self])
+
+
+def memory(layers: "list[KVCache]") -> int:
+    """Bytes of all live buffers of these caches; of a pool that they share, once."""
+    return sum({b.data_ptr(): b.nbytes for cache in layers for b in cache.buffers()}.values())
 
 
 def longest_window(positions: int) -> int:
@@ -1425,9 +1431,9 @@ class Dense(nn.Module):
 class Paged(Dense):
     """Pages of one pool, claimed when a head's slots need them (PagedAttention, 2309.06180).
 
-    A page is P slots of one head of one layer, so that layers and heads that keep different numbers of tokens share the
-    pool without waste; a chunk is C slots that lie side by side, and a page one or more chunks. table [B,H,m] says which
-    chunk of the pool is a head's j-th; what it says of a page that was never claimed is never written to, and masked.
+    A page is P slots of one head of one layer, so that layers and heads that keep different numbers of tokens share
+    the pool without waste. It is one chunk, slots that lie side by side, or more. table [B,H,m] says which chunk of the
+    pool is a head's j-th; what it says of a page that was never claimed is never written to, and masked.
     """
 
     def __init__(self, batch: int, heads: int, pool: "Pool", device):
@@ -1478,7 +1484,8 @@ class Paged(Dense):
         self.table[b, h, first * per_page : first * per_page + len(chunks)] = chunks.to(self.table)
 
     def take_over(self, row: int, other: "Paged", share: bool) -> None:
-        """The pages of `other`, of one sequence, become sequence row's, or its too. (The table is a buffer like others.)"""
+        """The pages of `other`, of one sequence, become sequence row's, or its too. (The table is copied with all other
+        buffers.)"""
         for held, theirs in zip(self.pages[row], other.pages[0], strict=True):
             held += theirs
             if share:
@@ -1527,7 +1534,7 @@ class Pool:
         self.enlarge(pages or 0)
 
     def part(self, key: tuple, sample: Tensor) -> Tensor:
-        """The buffer [pages * per_page, ..] of parts that look like `sample`, one chunk. All layers have the same one."""
+        """The buffer [pages * per_page, ..] of parts that look like `sample`, a chunk. All layers have the same one."""
         if key not in self.parts:
             shape = len(self.refs) * self.per_page, *sample.shape
             self.parts[key] = torch.zeros(shape, dtype=sample.dtype, device=self.device)

@@ -215,7 +215,7 @@ def holding(layers: list[caches.KVCache]) -> dict:
     """How many tokens a head holds and has lost, averaged over heads and layers, and bytes of all buffers."""
     kept = statistics.mean(float((c.slot_pos >= 0).sum(-1).float().mean()) for c in layers)
     seen = int(max(c.slot_pos.max() for c in layers)) + 1
-    return {"kept": kept, "evicted": seen - kept, "bytes": sum(c.nbytes() for c in layers)}
+    return {"kept": kept, "evicted": seen - kept, "bytes": caches.memory(layers)}
 
 
 class Log:
@@ -961,7 +961,7 @@ class Run:
         install(self.model, self.layers)
 
     def nbytes(self) -> int:
-        return sum(c.nbytes() for c in self.layers)
+        return caches.memory(self.layers)
 
     def slots(self) -> float:
         return statistics.mean(c.slot_pos.shape[2] for c in self.layers)

@@ -2,8 +2,9 @@
 
     python generate.py --cache pyramid --bits 4
 
-Top to bottom: `main` reads the flags, `generate` is the loop, then sampling, the decode step, stop strings, the report.
-Left out: beam search, speculative decoding, serving over a network.
+Top to bottom: `main` reads the flags; `generate` is the loop for one sequence, with sampling, the decode step and stop
+strings; `Engine` is the one for many; then the reports. Left out: beam search, speculative decoding, serving over a
+network.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         args = parse(argv)
-        return chat(args) if args.interactive else run(args)
+        return chat(args) if args.interactive else serve(args) if args.batch else run(args)
 
     return exit_code("generate.py", work)
 
@@ -70,12 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """One prompt: text to stdout as it comes, the report to stderr, and to a file with --json."""
     prompt, note = read_prompt(args)
     model, tokenizer = load(args)
-    if args.chat:
-        ids = tokenizer.chat([*system(args), {"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    if not ids:
-        raise UsageError(EMPTY)
+    ids = encoded(args, tokenizer, prompt)
     left = model.args.max_seq_len - len(ids)
     if args.max_new_tokens > left and not args.spec.endless:
         raise UsageError(
@@ -95,6 +91,45 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, report.data())
     return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Several prompts, or samples of one: a line of JSON for each on stdout, in their order, the report to stderr."""
+    model, tokenizer = load(args)
+    lines, prompts = [], []
+    for i, line in enumerate(args.batch):
+        try:
+            params = Params(**{**vars(args.params), **line["params"]}, stop_ids=tuple(tokenizer.eos_ids))
+            prompts.append(encoded(args, tokenizer, line["prompt"]))
+        except UsageError as error:
+            raise UsageError(f"prompt {i + 1}: {error}") from None
+        lines.append(params)
+    longest = max(len(ids) + params.max_new_tokens for ids, params in zip(prompts, lines, strict=True))
+    lanes = min(args.max_batch, len(prompts) * args.num_samples)
+    engine = Engine(model, args.spec, lanes, longest, args.pages, args.prefill_layers, args.prefix)
+    report = Service(args, engine, tokenizer)
+    for i, (ids, params) in enumerate(zip(prompts, lines, strict=True)):
+        try:
+            report.submit(ids, params, args.num_samples)
+        except UsageError as error:
+            raise UsageError(f"prompt {i + 1}: {error}") from None
+    for answer in report.answers():
+        print(json.dumps(answer, ensure_ascii=False), flush=True)
+    print(report, file=sys.stderr)
+    if args.json:
+        write_json(args.json, report.data())
+    return 0
+
+
+def encoded(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The tokens of a prompt, in the chat template if there is one."""
+    if args.chat:
+        ids = tokenizer.chat([*system(args), {"role": "user", "content": prompt}])
+    else:
+        ids = tokenizer.encode(prompt)
+    if not ids:
+        raise UsageError(EMPTY)
+    return ids
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -335,7 +370,7 @@ class Engine:
     """
 
     PAGE = 64  # slots of a page, where the cache does not say
-    GROWTH = 256  # slots; what a step looks at is that of the longest lane, in whole multiples of this
+    GROWTH = 128  # slots; what a step looks at is that of the longest lane, in whole multiples of this
 
     def __init__(
         self,
@@ -345,9 +380,12 @@ class Engine:
         max_seq_len: int | None = None,
         pages: int | None = None,
         prefill_layers: int = 4,
+        prefix: bool = True,
     ):
         """cache: what `caches.build` returned; max_batch: lanes; max_seq_len: of a prompt and its new tokens together;
-        pages: of the pool, one head of one layer each, by default enough for all lanes at their longest."""
+        pages: of the pool, one head of one layer each, by default enough for all lanes at their longest; prefix: may
+        prompts that begin alike share pages? With fewer than 16 bits what follows is then read on top of the codes, as
+        a second turn of a chat is."""
         args, weight = model.args, model.norm.weight
         self.model, self.spec = model, cache if cache.page else replace(cache, page=self.PAGE)
         self.max_seq_len, self.prefill_layers = max_seq_len or args.max_seq_len, prefill_layers
@@ -371,7 +409,8 @@ class Engine:
         self.reading: Request | None = None
         self.requests = self.admissions = 0
         self.preempted = self.hit_tokens = self.peak = 0
-        self.prefix = self.why_no_prefix() is None
+        self.unused = 0.0
+        self.prefix = prefix and self.why_no_prefix() is None
         self.pool.prefixes.salt = repr((args, self.spec)).encode()
 
     def why_no_prefix(self) -> str | None:
@@ -410,7 +449,8 @@ class Engine:
         need = max(self.need(T, max(new - 1, 0)), self.need(T, 1, samples))
         if need > total:
             raise UsageError(
-                f"--pages {total}: a prompt of {T} tokens and {new} new ones need {need} pages of {self.spec.page} slots"
+                f"--pages {total}: a prompt of {T} tokens and {new} new ones need {need} pages of {self.spec.page} "
+                f"slots, each of one head of one layer"
             )
         group = [
             Request(self.requests + i, list(prompt), replace(params, seed=params.seed + i), self.device)
@@ -435,7 +475,8 @@ class Engine:
             if self.reading is None or self.read_layer(out):
                 break
         self.make_room()
-        self.peak = max(self.peak, self.pool.used - 1)
+        if self.pool.used - 1 > self.peak:
+            self.peak, self.unused = self.pool.used - 1, self.waste()
         if any(self.lanes):
             logits = self.decode(self.tok, self.pos)[:, 0]
             self.pos += self.active
@@ -456,6 +497,11 @@ class Engine:
     @property
     def unfinished(self) -> int:
         return len(self.waiting) + (self.reading is not None) + sum(r is not None for r in self.lanes)
+
+    def runs(self, id: int) -> bool:
+        """Is that request still waiting, being read or running?"""
+        groups = [*self.waiting, *filter(None, [self.reading, *self.lanes])]
+        return any(id == x.id for r in groups for x in (r, *r.others))
 
     def generate(self, prompts: list[list[int]], params: Params = Params()) -> list[list[int]]:  # noqa: B008
         """Token ids that follow each of the prompts, in their order."""
@@ -615,11 +661,10 @@ class Engine:
 
     def make_room(self) -> None:
         """Pages and slots for the next token of every lane."""
+        self.resize([max(self.rounded(n), size) for n, size in zip(self.in_use(), self.size, strict=True)])
         for r in sorted(filter(None, self.lanes), key=lambda r: r.order):
             while r.lane is not None and not self.room_for(r):
                 self.preempt(max([*filter(None, [*self.lanes, self.reading])], key=lambda r: (r.order, r.id)))
-        if any(n > size for n, size in zip(self.in_use(), self.size, strict=True)):
-            self.resize([max(self.rounded(n), s) for n, s in zip(self.in_use(), self.size, strict=True)])
 
     def room_for(self, r: Request) -> bool:
         if r.held is None:
@@ -655,6 +700,17 @@ class Engine:
         else:
             self.vacate(r)
         self.waiting.appendleft(r)
+
+    def waste(self) -> float:
+        """The part of the slots of the running lanes' pages that hold no token."""
+        running = [r for r in self.lanes if r is not None]
+        pages = sum(len(held) for r in running for cache in self.caches for held in cache.layout.pages[r.lane])
+        used = sum(
+            int(r.held.sum() if r.held is not None else sum(c.policy.capacity[r.lane] for c in self.caches) * len(held))
+            for r in running
+            for held in [self.caches[0].layout.pages[r.lane]]
+        )
+        return 1 - used / (pages * self.spec.page) if pages else 0.0
 
     def in_use(self) -> list[int]:
         """Slots that the longest lane uses in each layer, its next token included."""
@@ -746,7 +802,7 @@ class Report:
         args, model = self.args, self.model
         layers = [layer.attention.cache for layer in model.layers]
         kept = [int((c.slot_pos >= 0).sum(-1).float().mean().round()) for c in layers]
-        nbytes = sum(c.nbytes() for c in layers)
+        nbytes = caches.memory(layers)
         B, H, _ = layers[0].slot_pos.shape
         full = self.seen * len(layers) * B * H * model.args.head_dim * 2 * 2  # K and V, two bytes each
         weights = model.step_bytes()
@@ -804,6 +860,136 @@ class Report:
         if self.health:
             lines.append(health_line(data["health"]))
         return "\n".join(lines)
+
+
+class Service:
+    """Runs an engine, as text, and keeps the books: requests, tokens, pages and seconds."""
+
+    def __init__(self, args: argparse.Namespace, engine: Engine, tokenizer: Tokenizer):
+        self.args, self.engine, self.tokenizer = args, engine, tokenizer
+        self.load_s, self.seconds, self.unused = time.perf_counter() - STARTED, 0.0, 0.0
+        self.open: dict[int, dict] = {}
+        self.streams: dict[int, object] = {}
+        self.prompt_tokens = self.new_tokens = 0
+
+    def submit(self, ids: list[int], params: Params, samples: int) -> None:
+        for i in range(samples):
+            if i == 0:
+                made = self.engine.submit(ids, params, samples)
+            id = made if samples == 1 else made[i]
+            sample = {"sample": i} if samples > 1 else {}
+            self.open[id] = {**sample, "prompt_tokens": len(ids), "token_ids": [], "text": "", "ended": "length"}
+            self.streams[id] = self.tokenizer.stream()
+        self.prompt_tokens += len(ids)
+
+    def answers(self) -> Iterator[dict]:
+        """What becomes of every request, in the order in which they came."""
+        began, engine, waiting = time.perf_counter(), self.engine, deque(self.open)
+        progress = Progress()
+        try:
+            while waiting:
+                new = engine.step()
+                for id, tokens in new.items():
+                    self.add(id, tokens)
+                progress.show(self.state)
+                while waiting and not engine.runs(waiting[0]):
+                    id = waiting.popleft()
+                    answer = self.open[id]
+                    if answer["ended"] != "stop":
+                        answer["text"] += self.streams[id].flush()
+                    self.new_tokens += len(answer["token_ids"])
+                    self.seconds = time.perf_counter() - began
+                    progress.clear()
+                    yield answer
+        finally:
+            progress.clear()
+
+    def add(self, id: int, tokens: list[int]) -> None:
+        answer = self.open[id]
+        for token in tokens:
+            if answer["ended"] == "stop":
+                return
+            answer["token_ids"].append(token)
+            if token in self.tokenizer.eos_ids:
+                answer["ended"] = "eos"
+            answer["text"] += self.streams[id].put(token)
+            found = [i for i in map(answer["text"].find, self.args.stop) if i >= 0]
+            if found:
+                answer["text"], answer["ended"] = answer["text"][: min(found)], "stop"
+                self.engine.cancel(id)
+
+    @property
+    def state(self) -> str:
+        e = self.engine
+        running = sum(r is not None for r in e.lanes)
+        waiting = len(e.waiting) + (e.reading is not None)
+        return f"running {running}, waiting {waiting}, pages {e.pool.used - 1:,} of {len(e.pool.refs) - 1:,}"
+
+    def data(self) -> dict:
+        engine, spec = self.engine, self.engine.spec
+        return {
+            "requests": len(self.open),
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "answers": list(self.open.values()),
+            "cache": {
+                "policy": spec.name,
+                "format": spec.format.replace("float", str(engine.caches[0].k_store.dtype)[6:]),
+                "bits": spec.bits,
+                "layout": spec.layout,
+                "bytes": caches.memory([*engine.caches, *engine.desk]),
+                "lanes": len(engine.lanes),
+                "page_slots": spec.page,
+                "pages": len(engine.pool.refs) - 1,
+                "pages_at_peak": engine.peak,
+                "unused_slots_at_peak": engine.unused,
+                "preempted": engine.preempted,
+                "prefix_tokens": engine.hit_tokens,
+                "no_prefix_because": engine.why_no_prefix(),
+            },
+            "time": {
+                "load_s": self.load_s,
+                "serve_s": self.seconds,
+                "requests_s": len(self.open) / self.seconds if self.seconds else None,
+                "tok_s": self.new_tokens / self.seconds if self.seconds else None,
+            },
+            "graphs": graphs() if engine.model.compiled else 0,
+        }
+
+    def __str__(self) -> str:
+        data = self.data()
+        c, t = data["cache"], data["time"]
+        bits = f" {c['bits']} bits" if c["bits"] != 16 else ""
+        prefix = f"{c['prefix_tokens']:,} tokens found" if self.engine.prefix else "not looked for"
+        prefix = f"none found: {c['no_prefix_because']}" if c["no_prefix_because"] else prefix
+        return "\n".join(
+            [
+                f"requests {data['requests']:,}: {data['prompt_tokens']:,} tokens of prompts + "
+                f"{data['new_tokens']:,} new; {c['lanes']} lanes",
+                f"cache    {c['policy']}, {c['format']}{bits}: {c['bytes'] / 1e6:,.2f} MB",
+                f"pages    {c['pages_at_peak']:,} of {c['pages']:,} in use at the peak, of {c['page_slots']} slots; "
+                f"unused then {c['unused_slots_at_peak']:.1%}; requests that made way {c['preempted']:,}",
+                f"prefix   {prefix}",
+                f"speed    {t['requests_s']:.2f} requests/s, {t['tok_s']:,.1f} tok/s (load {t['load_s']:.1f} s, "
+                f"all requests {t['serve_s']:.1f} s, compiling included)",
+            ]
+        )
+
+
+class Progress:
+    """One line on stderr that is written over, ten times a second at most. Only on a terminal."""
+
+    def __init__(self):
+        self.on, self.last = sys.stderr is not None and sys.stderr.isatty(), 0.0
+
+    def show(self, text: str) -> None:
+        if self.on and time.perf_counter() - self.last > 0.1:
+            self.last = time.perf_counter()
+            print(f"\r\x1b[K\x1b[2m[{text}]\x1b[0m", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self.on:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def health_line(layers: list[dict]) -> str:
@@ -977,26 +1163,68 @@ def read_line() -> str:
 
 def read_prompt(args: argparse.Namespace) -> tuple[str, str]:
     """The prompt, and a line that says what it is when nobody gave one."""
-    if args.prompt is not None:
-        text = args.prompt
-    elif args.prompt_file is not None:
-        try:
-            if args.prompt_file == "-":
-                raw = b"" if sys.stdin is None else sys.stdin.buffer.read()
-            else:
-                raw = Path(args.prompt_file).read_bytes()
-            text = raw.decode("utf-8")
-        except OSError as error:
-            raise UsageError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"--prompt-file {args.prompt_file}: not UTF-8 (byte {error.start}); convert it first"
-            ) from None
-    else:
+    if args.prompt is None and args.text is None:
         return demonstration(), "[no --prompt: a demonstration, a question about 3,000 tokens of Python's own manual]\n"
+    text = args.prompt[0] if args.prompt else args.text
     if not text:
         raise UsageError(EMPTY)
     return text, ""
+
+
+def read_file(name: str) -> str:
+    """The text of --prompt-file."""
+    try:
+        if name == "-":
+            raw = b"" if sys.stdin is None else sys.stdin.buffer.read()
+        else:
+            raw = Path(name).read_bytes()
+        return raw.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"--prompt-file {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt-file {name}: not UTF-8 (byte {error.start}); convert it first") from None
+
+
+def batch(args: argparse.Namespace) -> list[dict]:
+    """The requests of a command line, if those are several: prompt and, of each, what differs from the flags."""
+    if args.text is not None and (lines := json_lines(args)):
+        return lines
+    prompts = args.prompt or ([args.text] if args.text is not None else [])
+    if len(prompts) < 2 and args.num_samples == 1:
+        return []
+    return [{"prompt": text, "params": {}} for text in prompts or [demonstration()]]
+
+
+def json_lines(args: argparse.Namespace) -> list[dict]:
+    """Of a file with one JSON object a line, its requests; of any other text, none."""
+
+    def parsed(line: str):
+        try:
+            return json.loads(line)
+        except ValueError:
+            return None
+
+    known = {"max_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "seed": int}
+    lines = [(i, line) for i, line in enumerate(args.text.split("\n"), 1) if line.strip()]
+    if not lines or not isinstance(parsed(lines[0][1]), dict):
+        return []
+    requests = []
+    for i, line in lines:
+        request, where = parsed(line), f"--prompt-file {args.prompt_file}: line {i}"
+        if not isinstance(request, dict) or not isinstance(request.get("prompt"), str) or not request["prompt"]:
+            raise UsageError(f'{where}: give an object with some text as its "prompt", as in {{"prompt": "Hello"}}')
+        params = {key: value for key, value in request.items() if key != "prompt"}
+        for key, value in params.items():
+            if key not in known:
+                raise UsageError(f"{where}: {key} is unknown; a request has prompt, {', '.join(known)}")
+            if isinstance(value, bool) or not isinstance(value, (int, known[key])):
+                raise UsageError(f"{where}: {key} is {json.dumps(value)}; give a number")
+        try:
+            check_params(argparse.Namespace(**{**vars(args.params), **params}))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+        requests.append({"prompt": request["prompt"], "params": params})
+    return requests
 
 
 def demonstration() -> str:
@@ -1011,8 +1239,12 @@ def demonstration() -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(prog="generate.py", description="Generate text with a compressed KV cache.")
     p.add_argument("--checkpoint", default="smollm2", help="smollm2, a Hub id, a directory or a .gguf file")
-    p.add_argument("--prompt", help="without it: a built-in demonstration")
-    p.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 text; - is stdin")
+    p.add_argument("--prompt", action="append", help="without it: a built-in demonstration; several are batched")
+    p.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help='a UTF-8 text, or a JSON object a line, {"prompt": .., "max_new_tokens": ..}, for several; - is stdin',
+    )
     p.add_argument("--system", metavar="TEXT", help="system message, where the checkpoint has a chat template")
     p.add_argument("--chat", action=argparse.BooleanOptionalAction, help="wrap the prompt in the chat template")
     p.add_argument("--raw", dest="chat", action="store_false", help="the prompt as it is (same as --no-chat)")
@@ -1029,6 +1261,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="auto, " + ", ".join(caches.FORMATS) + "; help explains",
     )
     p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
+    p.add_argument("--page-size", type=int, default=0, metavar="N", help="slots of a page; 0 (default): no pages")
+    p.add_argument("--max-batch", type=int, default=8, metavar="N", help="several prompts: lanes of a step (8)")
+    p.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="samples of each prompt, which share its pages"
+    )
+    p.add_argument("--pages", type=int, metavar="N", help="several prompts: pages of one head of one layer in the pool")
+    p.add_argument(
+        "--prefill-layers", type=int, default=4, metavar="N", help="layers read between two steps of others (4)"
+    )
+    p.add_argument(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let prompts that begin alike share pages, where the cache keeps everything",
+    )
     p.add_argument("--max-new-tokens", type=int, default=200)
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int)
@@ -1050,9 +1297,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.format == "help":
         print(caches.describe_formats())
         p.exit()
-    args.spec = caches.build(args.cache, budget=args.budget, bits=args.bits, format=args.format, residual=args.residual)
+    args.spec = caches.build(
+        args.cache,
+        budget=args.budget,
+        bits=args.bits,
+        format=args.format,
+        residual=args.residual,
+        page_size=args.page_size,
+    )
     args.device = pick_device(args.device)
     check(args)
+    args.params = argparse.Namespace(
+        **{name: getattr(args, name) for name in Params.__annotations__ if name != "stop_ids"}
+    )
+    args.text = None if args.prompt_file is None else read_file(args.prompt_file)
+    args.batch = batch(args)
+    check_batch(args)
     return args
 
 
@@ -1090,23 +1350,56 @@ def check(args: argparse.Namespace) -> None:
     given = args.prompt is not None or args.prompt_file is not None
     refuse(args.interactive and given, "--interactive reads its prompts from the terminal; drop --prompt")
     refuse(args.interactive and args.chat is False, "--interactive is a chat; drop --raw")
+    check_params(args)
+    refuse("" in args.stop, "--stop: an empty text is everywhere; give some text")
+    refuse(args.interactive and args.max_new_tokens == 0, "--max-new-tokens 0: --interactive needs at least 1")
+    shrinks = args.interactive and not args.spec.policy().appends and isinstance(args.spec.budget, float)
+    refuse(
+        shrinks, f"--interactive --cache {args.spec.name}: give --budget as a number of slots, there is no one prompt"
+    )
+    for flag, texts in {"--prompt": args.prompt or [], "--system": filter(None, [args.system])}.items():
+        refuse(any(map(not_utf8, texts)), f"{flag}: not UTF-8; convert it first")
+    for flag, least in {"max_batch": 1, "num_samples": 1, "pages": 1, "prefill_layers": 1}.items():
+        value = getattr(args, flag)
+        refuse(value is not None and value < least, f"--{flag.replace('_', '-')} {value}: give {least} or more")
+    if args.json is not None:
+        check_writable(args.json)
+
+
+def check_params(args: argparse.Namespace) -> None:
+    """Those flags that a request of a file may have for itself."""
+
+    def refuse(wrong: bool, sentence: str) -> None:
+        if wrong:
+            raise UsageError(sentence)
+
     refuse(args.max_new_tokens < 0, f"--max-new-tokens {args.max_new_tokens}: give 0 or more")
     refuse(not 0 <= args.temperature < float("inf"), f"--temperature {args.temperature}: give 0 (greedy) or more")
     refuse(args.top_k is not None and args.top_k < 1, f"--top-k {args.top_k}: give 1 or more")
     refuse(args.top_p is not None and not 0 < args.top_p <= 1, f"--top-p {args.top_p}: give a number in (0, 1]")
     ignored = args.temperature == 0 and (args.top_k is not None or args.top_p is not None)
     refuse(ignored, "--top-k and --top-p do nothing at --temperature 0, which is greedy; give a temperature above 0")
-    refuse("" in args.stop, "--stop: an empty text is everywhere; give some text")
     refuse(not 0 <= args.seed < 2**63, f"--seed {args.seed}: give a number from 0 up, below 2^63")
-    refuse(args.interactive and args.max_new_tokens == 0, "--max-new-tokens 0: --interactive needs at least 1")
-    shrinks = args.interactive and not args.spec.policy().appends and isinstance(args.spec.budget, float)
-    refuse(
-        shrinks, f"--interactive --cache {args.spec.name}: give --budget as a number of slots, there is no one prompt"
-    )
-    for flag, text in {"--prompt": args.prompt, "--system": args.system}.items():
-        refuse(text is not None and not_utf8(text), f"{flag}: not UTF-8; convert it first")
-    if args.json is not None:
-        check_writable(args.json)
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """What only several prompts can have, and what they cannot."""
+    if args.batch:
+        if args.stats:
+            raise UsageError("--stats looks at the cache of one prompt; drop it, or give one prompt")
+        if args.num_samples > args.max_batch:
+            raise UsageError(f"--num-samples {args.num_samples}: give --max-batch {args.num_samples} or more")
+        same = args.num_samples > 1 and any(
+            {**vars(args.params), **r["params"]}["temperature"] == 0 for r in args.batch
+        )
+        if same:
+            raise UsageError(f"--num-samples {args.num_samples}: all would be the same at --temperature 0; give more")
+        return
+    given = {"--pages": args.pages is not None, "--max-batch": args.max_batch != 8, "--no-prefix": not args.prefix}
+    given["--prefill-layers"] = args.prefill_layers != 4
+    given["--num-samples"] = args.interactive and args.num_samples != 1
+    for flag in [flag for flag, wrong in given.items() if wrong]:
+        raise UsageError(f"{flag} is for several prompts: give --prompt twice, --prompt-file of JSON, or --num-samples")
 
 
 def not_utf8(text: str) -> bool:

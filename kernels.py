@@ -528,8 +528,9 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
 class Written(NamedTuple):
     """A store as `attend` reads it: its buffers, and what their bytes mean.
 
-    codes [B,H,n,d,C] of keys or [B,H,n,C,d] of values, shared [B,H,n,rows,C] of scales, then zeros; a pool's begin with
-    one dim only, of its chunks. Channels come in units of `span`, each packed as `pack` does, in `groups` with a scale each.
+    codes [B,H,n,d,C] of keys or [B,H,n,C,d] of values, shared [B,H,n,rows,C] of scales, then zeros; a pool's begin
+    with one dim only, of its chunks. Channels come in units of `span`, each packed as `pack` does, in `groups` with a
+    scale each.
     """
 
     codes: Tensor
@@ -575,9 +576,10 @@ def tile(
 ):  # fmt: skip
     """Slots as numbers: a tuple of planes, [d,slots] of keys or [slots,d] of values, d channels each.
 
-    A slot is lane `lane` of chunk `at`, the `own`-th of a sequence's own, if that is real; unit and byte say which channels; `step` and `stride` are
-    bytes of a chunk from one channel, and from one slot, to the next. In fp16 a product of a code and a scale, plus a
-    zero, is as good as in float32 and then rounded; but powers of two may be beyond it.
+    A slot is lane `lane` of chunk `at`, which is the `own`-th of all sequences', if that is real; unit and byte say
+    which channels; `step` and `stride` are bytes of a chunk from one channel, and from one slot, to the next. In fp16 a
+    product of a code and a scale, plus a zero, is as good as in float32 and then rounded; but powers of two may be
+    beyond it.
     """
     NUMBER: tl.constexpr = FORM[0]
     BITS: tl.constexpr = FORM[1]
@@ -666,14 +668,13 @@ def scan(
         if not RING:  # those outside are read in the ring
             live = live & (held >= held_from) & (held < held_below)
         own, lane = head * n + slot // chunk, slot % chunk
-        if PAGED:
-            at = tl.load(table + own, slot < high, 0).to(tl.int64)
-        else:
-            at = own
+        at = tl.load(table + own, slot < high, 0).to(tl.int64) if PAGED else own
+        if PAGED and chunk % 16 == 0:
+            at = tl.max_constancy(at, chunk)  # else there would be an address for every slot, and no vector loads
         real = slot // chunk * chunk < end  # of a chunk all slots are read or none: a mask of slots allows no vectors
         numbers = tile(
-            k, k_shared, k_opened, k_exact, at[None, None, :], own[None, None, :], head, lane[None, None, :], real[None, None, :],
-            tl.arange(0, KU)[:, None, None], tl.arange(0, KB)[None, :, None], chunk, chunk, 1,
+            k, k_shared, k_opened, k_exact, at[None, None, :], own[None, None, :], head, lane[None, None, :],
+            real[None, None, :], tl.arange(0, KU)[:, None, None], tl.arange(0, KB)[None, :, None], chunk, chunk, 1,
             D, K, (KU * KB, BLOCK_S),
         )  # fmt: skip
         score = tl.zeros([BLOCK_R, BLOCK_S], tl.float32)
@@ -767,7 +768,7 @@ def attend(
 
     q [B,H,R,D] float32, as keys are written (rotated) and scaled; slot_pos int32 [B,H,S], -1 where empty; pos [B] the
     newest token's. With a ring, tokens below ring.sink and the newest ring.length are read there. near: what the first
-    `sinks` slots are asked instead of q. table int32 [B,H,n]: k and v are pools, and which chunk of them is a head's j-th.
+    `sinks` slots are asked instead of q. table int32 [B,H,n]: k and v are pools, and this their chunks for each head.
     -> y [B,H,N,R,D] and log-sum-exp [B,H,N,R] of N pieces, float32, the ring's last, to be merged (`merge`), as values
     are written; and if `logits`, the scores [B,H,R,S] and the ring's [B,H,R,rows], -inf where a slot was not read.
     """

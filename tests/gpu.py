@@ -248,7 +248,7 @@ def whole() -> None:
                 ms.append((time.perf_counter() - began) * 1e3)
         took = sorted(ms[3:])[len(ms[3:]) // 2]
         first = first or took
-        nbytes = weights + sum(layer.attention.cache.nbytes() for layer in model.layers)
+        nbytes = weights + caches.memory([layer.attention.cache for layer in model.layers])
         print(
             f"{policy} {bits} at {tokens}: read in {read:.1f} s, step {took:.2f} ms, {took / first:.2f} x the first, "
             f"{nbytes / took / 1e6:.0f} GB/s, {nbytes / took * 1e3 / rate:.2f} of a copy"
