@@ -432,7 +432,7 @@ class Engine:
 
     # What a caller does
 
-    def submit(self, prompt: list[int], params: Params = Params(), samples: int = 1) -> int | list[int]:  # noqa: B008
+    def submit(self, prompt: list[int], params: Params = Params(), samples: int = 1) -> int | list[int]:
         """Queues a prompt, token ids. Returns the request's id, or those of all samples, the i-th with seed + i.
 
         Raises UsageError for one that never fits: positions, pages, or lanes for its samples.
@@ -503,7 +503,7 @@ class Engine:
         groups = [*self.waiting, *filter(None, [self.reading, *self.lanes])]
         return any(id == x.id for r in groups for x in (r, *r.others))
 
-    def generate(self, prompts: list[list[int]], params: Params = Params()) -> list[list[int]]:  # noqa: B008
+    def generate(self, prompts: list[list[int]], params: Params = Params()) -> list[list[int]]:
         """Token ids that follow each of the prompts, in their order."""
         tokens = {self.submit(prompt, params): [] for prompt in prompts}
         while self.unfinished:
@@ -1174,11 +1174,9 @@ def read_prompt(args: argparse.Namespace) -> tuple[str, str]:
 def read_file(name: str) -> str:
     """The text of --prompt-file."""
     try:
-        if name == "-":
-            raw = b"" if sys.stdin is None else sys.stdin.buffer.read()
-        else:
-            raw = Path(name).read_bytes()
-        return raw.decode("utf-8")
+        if name != "-":
+            return Path(name).read_bytes().decode("utf-8")
+        return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8")
     except OSError as error:
         raise UsageError(f"--prompt-file {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -76,8 +76,22 @@ def test_many_blocks(form, programs, monkeypatch):
     assert torch.equal(cache.attend(q, torch.stack([pos, pos], 1)[:, 0])[0], y)  # strided, as a caller may have it
     strided = q.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(cache.attend(strided, pos)[0], y)
-    for chunks in (1, 2, 5):
-        assert torch.equal(on_pages(cache, q, pos, chunks)[0], y)
+    assert torch.equal(on_pages(cache, q, pos)[0], y)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 96])
+@pytest.mark.parametrize("form", ["float-16", "int-4", "nvfp4-4"])
+def test_pages_of_any_size(form, page):
+    """What the kernel reads through the table of a real pool, with pages that are no whole chunk, too."""
+    torch.manual_seed(0)
+    y = {}
+    q = torch.randn(2, 2, 3, 64)
+    for size in (0, page):
+        torch.manual_seed(1)
+        cache = filled(form, 64, torch.float32, 8, "h2o", 2, 2, page=size)
+        y[size] = cache.attend(q, torch.full((2,), 111))
+    assert torch.equal(y[page][0], y[0][0])
+    assert torch.equal(y[page][1], y[0][1])
 
 
 def test_a_format_that_no_kernel_knows():

@@ -11,11 +11,20 @@ FORMATS = ["float-16", "int-8", "int-4", "int-2", "kivi-4", "kivi-2", "fp8-8", "
 
 
 def filled(
-    form: str, dim: int, dtype: torch.dtype, residual: int, policy: str, batch: int, heads: int, device: str = "cpu"
+    form: str,
+    dim: int,
+    dtype: torch.dtype,
+    residual: int,
+    policy: str,
+    batch: int,
+    heads: int,
+    device: str = "cpu",
+    page: int = 0,
 ):
     """A cache of 96 slots a head that 112 tokens were read into, half a residual's length of them one by one."""
     name, bits = form.split("-")
-    spec = caches.build(policy, budget=96, bits=int(bits), format=name, residual=residual if bits != "16" else None)
+    ring = residual if bits != "16" else None
+    spec = caches.build(policy, budget=96, bits=int(bits), format=name, residual=ring, page_size=page)
     args = SimpleNamespace(n_layer=1, n_kv_head=heads, head_dim=dim, max_seq_len=512)
     cache = spec(args, torch.rand(dim // 2, device=device), batch, 256, dtype, device)[0]
     cache.fit([104] * batch, [0] * batch, 8, 256)

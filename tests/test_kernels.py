@@ -114,16 +114,21 @@ def compiled(kernel, args: tuple, named: dict, architecture: int, capfd, **optio
         stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
         spills=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
         shared=binary.metadata.shared,
+        narrow=len(re.findall(r"ld\.global\S*\.b8", binary.asm["ptx"])),
     )
 
 
-def decode_launch(monkeypatch, form: str, shape: str, policy: str, dtype: torch.dtype = torch.bfloat16) -> tuple:
+def decode_launch(
+    monkeypatch, form: str, shape: str, policy: str, dtype: torch.dtype = torch.bfloat16, page: int = 0
+) -> tuple:
     heads, group, dim = SHAPES[shape]
     name, bits = form.split("-")
     args = SimpleNamespace(n_layer=1, n_kv_head=heads, head_dim=dim, max_seq_len=8192)
-    spec = caches.build(policy, budget=1024, bits=int(bits), format=name)
+    spec = caches.build(policy, budget=1024, bits=int(bits), format=name, page_size=page)
     cache = spec(args, torch.rand(dim // 2), 1, 4096, dtype, "cpu")[0]
     cache.fit([2048], [0], 32, 4096)
+    if page:
+        cache.layout.pool.enlarge(1)
     (stand_in,) = launches(monkeypatch, "attend_kernel")
     cache.attend(torch.zeros(1, heads, group, dim, dtype=dtype), torch.tensor([2048]))
     return stand_in.kernel, *stand_in.calls[0]
@@ -142,6 +147,21 @@ def test_decode_compiles(form, shape, policy, monkeypatch, capfd):
             print(f"\n{form} {shape} {policy} sm_{architecture}: {used}", end="")
         assert used["spills"] == used["stack"] == 0
         assert used["shared"] <= 163 * 1024  # what one program may have on sm_80
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("form", ["float-16", "int-4", "fp8-8", "kivi-4"])
+def test_decode_compiles_on_pages(form, page, monkeypatch, capfd):
+    """A page's slots are read as wide as those of a dense cache: no byte at a time, but for what kivi says of chunks."""
+    if form == "kivi-4" and page % 32:
+        pytest.skip("kivi has pages of whole units")
+    seen = {}
+    for size in (0, page):
+        with monkeypatch.context() as patch:
+            kernel, args, named = decode_launch(patch, form, "Llama-3-8B", "window", page=size)
+            seen[size] = compiled(kernel, args, named, 90, capfd)
+    assert seen[page]["spills"] == seen[page]["stack"] == 0
+    assert seen[page]["narrow"] == seen[0]["narrow"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
