@@ -1442,10 +1442,6 @@ class Paged(Dense):
         self.pages: list[list[list[int]]] = [[[] for _ in range(heads)] for _ in range(batch)]
         self.table = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
 
-    def chunks(self, slots):
-        whole = math.lcm(self.pool.page, CHUNK) // CHUNK  # of chunks, in whole pages
-        return -(-super().chunks(slots) // whole) * whole
-
     def buffer(self, key, sample, old, slots):
         return self.pool.part(key, sample)
 
@@ -1456,11 +1452,17 @@ class Paged(Dense):
         x = part[self.table]
         if self.lanes == CHUNK or (self.lanes == 16 and torch.compiler.is_compiling()):
             return x
-        x = (x.mT if slots_last else x).flatten(2, 3).unflatten(2, (-1, CHUNK))  # few slots: they are put side by side
+        x = (x.mT if slots_last else x).flatten(2, 3)  # few slots: they are put side by side
+        x = x[:, :, : x.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK)).contiguous()
         return x.mT.contiguous() if slots_last else x
 
     def allocate(self, slots):
-        self.table = resized(self.table, 2, self.chunks(slots) * CHUNK // self.lanes)
+        old = self.table.shape[2]
+        self.table = resized(self.table, 2, -(-self.chunks(slots) * CHUNK // self.lanes))
+        for b, h in itertools.product(range(self.batch), range(self.heads)):
+            n = len(self.pages[b][h])
+            if n * self.pool.per_page > old:  # of the last page, not all chunks had a place in the table
+                self.enter(b, h, n - 1)
 
     def expect(self, slots, sequences):
         self.pool.expected[id(self)] = sequences * self.heads * -(-slots // self.pool.page)
@@ -1481,7 +1483,8 @@ class Paged(Dense):
         """Writes pages of a head into the table, n of them from the first-th on."""
         end = None if n is None else first + n
         chunks, per_page = self.pool.chunks_of(self.pages[b][h][first:end]), self.pool.per_page
-        self.table[b, h, first * per_page : first * per_page + len(chunks)] = chunks.to(self.table)
+        entries = self.table[b, h, first * per_page :][: len(chunks)]
+        entries.copy_(chunks[: len(entries)])
 
     def take_over(self, row: int, other: "Paged", share: bool) -> None:
         """The pages of `other`, of one sequence, become sequence row's, or its too. (The table is copied with all other
