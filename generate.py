@@ -259,27 +259,26 @@ class DecodeStep:
         before = [b.clone() for b in state]
         with kernels.recorded() as calls:
             self.logits = self.model.trunk(self.x, self.rope, self.pos)
-        if len(calls) != len(self.model.layers) + 1:  # some work is done elsewhere, as for more than one sequence
-            return self.logits
         constants = [x for m in self.model.modules() for x in vars(m).values() if isinstance(x, Tensor)]
         lasting = [*self.model.parameters(), *self.model.buffers(), *constants, self.x, self.rope, self.pos]
         kernels.share_scratch(calls, lasting)
         logits, after = self.logits.clone(), [b.clone() for b in state]
         for buffer, old in zip(state, before, strict=True):
             buffer.copy_(old)
-        self.logits.zero_()
+        spoiled = kernels.spoil(calls, lasting)
+        self.logits.fill_(float("nan"))
         kernels.replay(calls)
         if torch.equal(logits, self.logits) and all(map(torch.equal, state, after)):
             self.again = lambda: kernels.replay(calls)
         else:
-            for buffer, new in zip(state, after, strict=True):
+            for buffer, new in [*zip(state, after, strict=True), *spoiled]:
                 buffer.copy_(new)
         return logits
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """logits [B,V] -> token [B]."""
-    return logits.argmax(-1)
+    """logits [B,V] -> token [B]. In float32, which a CPU has vectors for."""
+    return logits.float().argmax(-1)
 
 
 def sampler(
@@ -370,7 +369,9 @@ class Engine:
     """
 
     PAGE = 64  # slots of a page, where the cache does not say
-    GROWTH = 128  # slots; what a step looks at is that of the longest lane, in whole multiples of this
+    GROWTH = (
+        64  # slots; a step looks at those of the longest lane, in multiples of this, or of a 16th where that is more
+    )
 
     def __init__(
         self,
@@ -721,7 +722,8 @@ class Engine:
         return np.max([r.held.max(1) + 1 for r in running], 0).tolist() if running else [0] * len(self.caches)
 
     def rounded(self, slots: int) -> int:
-        return -(-max(slots, 1) // self.GROWTH) * self.GROWTH
+        unit = max(self.GROWTH, kernels.power_of_two(max(slots, 1)) // 32)
+        return -(-max(slots, 1) // unit) * unit
 
     def resize(self, slots: list[int]) -> None:
         """What a step looks at, layer by layer."""

@@ -1,6 +1,7 @@
 """kernels.py: what the hardware does. Tensors in, tensors out; nothing here knows a policy, a store or a layer.
 
     linear             one matrix product of the model
+    few_rows           the same for several sequences' tokens on a CPU with bf16 products
     causal_attention   the prompt attends to itself (prefill)
     attend_chunk       a later chunk attends to cached slots and causally to itself (second turn of a chat)
     column_mass        what attention every key of a prompt receives, exactly, without T x T (H2O's evidence)
@@ -26,6 +27,7 @@ Shapes: B sequences, H KV heads, G query heads per KV head, T tokens, S slots, D
 
 import collections
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -77,7 +79,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
     float32, because a loop that also reads bf16 takes 32 numbers at a time, and int8 has a fast load for 16 only. Two
     rows at a time have two sums that do not wait for each other.
     """
-    if x.numel() != x.shape[-1] or x.is_cuda or not torch.compiler.is_compiling():
+    rows = x.numel() // x.shape[-1]
+    if torch.compiler.is_compiling() and scale is None and 1 < rows <= 16 and FEW_ROWS and x.dtype == torch.bfloat16:
+        y = torch.ops.kv_fast.few_rows(x.flatten(0, -2).contiguous(), weight).unflatten(0, x.shape[:-1])
+    elif rows != 1 or x.is_cuda or not torch.compiler.is_compiling():
         if scale is None:
             return F.linear(x, weight, bias)
         y = F.linear(x, weight.to(x.dtype) / 128) * (scale * 128)  # exact, and no sum is beyond fp16
@@ -826,18 +831,110 @@ def merge(lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# CPU: several rows against a matrix. Inductor's loops would do as many multiply-adds as a core can, 16 at a time, and
+# oneDNN packs the matrix anew for every product. Here a row of the matrix meets all rows of x, 32 products at a time,
+# while the hardware fetches what comes 9 KB later: it does not do so by itself when a core is that busy.
+
+FEW_ROWS = False  # is it there? Set by `build_few_rows`
+
+SOURCE = r"""
+#include <immintrin.h>
+#include <cstdint>
+
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+
+template <int R>
+BF16 static inline __m512bh load(const uint16_t* at, __mmask32 mask) {
+    return (__m512bh)_mm512_maskz_loadu_epi16(mask, at);
+}
+
+// Two rows of w, so that sums need not wait for each other: x [R,I], w [O,I] -> y [R,O].
+template <int R>
+BF16 static void rows(const uint16_t* x, const uint16_t* w, float* y, int64_t O, int64_t I) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t o = 0; o < O; o += 2) {
+        const bool both = o + 1 < O;
+        const uint16_t *u = w + o * I, *v = both ? u + I : u;
+        __m512 a[R], b[R];
+        for (int r = 0; r < R; r++) a[r] = b[r] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < I; i += 32) {
+            const __mmask32 mask = I - i >= 32 ? ~0u : (1u << (I - i)) - 1;
+            _mm_prefetch((const char*)(u + i) + 9216, _MM_HINT_T0);
+            _mm_prefetch((const char*)(v + i) + 9216, _MM_HINT_T0);
+            const __m512bh p = load<R>(u + i, mask), q = load<R>(v + i, mask);
+            for (int r = 0; r < R; r++) {
+                const __m512bh z = load<R>(x + r * I + i, mask);
+                a[r] = _mm512_dpbf16_ps(a[r], z, p);
+                b[r] = _mm512_dpbf16_ps(b[r], z, q);
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            y[r * O + o] = _mm512_reduce_add_ps(a[r]);
+            if (both) y[r * O + o + 1] = _mm512_reduce_add_ps(b[r]);
+        }
+    }
+}
+
+extern "C" void few_rows(const uint16_t* x, const uint16_t* w, float* y, int64_t R, int64_t O, int64_t I) {
+    void (*const of[])(const uint16_t*, const uint16_t*, float*, int64_t, int64_t) = {
+        rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>, rows<7>, rows<8>};
+    for (; R > 0; R -= 8, x += 8 * I, y += 8 * O) of[(R < 8 ? R : 8) - 1](x, w, y, O, I);
+}
+"""
+
+
+@functools.cache
+def build_few_rows() -> None:
+    """Compiles it, where the CPU can and there is a compiler; otherwise products are `F.linear`'s."""
+    global FEW_ROWS
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    try:
+        if not supported():
+            return
+        from torch._inductor.codecache import CppCodeCache
+
+        function = CppCodeCache.load(SOURCE).few_rows
+    except Exception:  # noqa: BLE001  no compiler, or an old one: whatever it is, there is another way
+        return
+    function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
+
+    def call(x: Tensor, weight: Tensor, y: Tensor) -> None:
+        function(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
+
+    def few_rows(x: Tensor, weight: Tensor) -> Tensor:
+        y = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+        call(x, weight, y)
+        for calls in RECORDING:
+            calls.append((call, [x, weight, y]))
+        return y
+
+    LIBRARY.define("few_rows(Tensor x, Tensor weight) -> Tensor")
+    LIBRARY.impl("few_rows", few_rows, "CPU")
+    torch.library.register_fake("kv_fast::few_rows", few_rows_shape)
+    FEW_ROWS = True
+
+
+def few_rows_shape(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+LIBRARY = torch.library.Library("kv_fast", "DEF")  # it lives as long as this does
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A CPU's answer to a CUDA graph. Between two kernels of a compiled step lie guards, wrappers and allocations, a third
 # of the time of a small model. Addresses stand still while a sequence decodes, so kernels can simply be called again.
 
 Calls = list[tuple[Callable, list]]
+RECORDING: list[Calls] = []  # where `few_rows` notes its calls, too
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Calls]:
     """Collects every call of a compiled CPU kernel made inside, as (kernel, arguments), and keeps the arguments alive.
 
-    Reaches into Inductor's modules for what it compiled. Whoever uses the result must compare one replay with the real
-    thing: work that is done outside of such kernels is not recorded.
+    Reaches into Inductor's modules for what it compiled. Whoever uses the result must `spoil` it and compare one replay
+    with the real thing: work that is done outside of such kernels is not recorded.
     """
     from torch._inductor.codecache import PyCodeCache
 
@@ -853,9 +950,11 @@ def recorded() -> Iterator[Calls]:
     found = [(m, n, k) for m in PyCodeCache.modules for n, k in vars(m).items() if n.startswith("cpp_fused")]
     for module, name, kernel in found:
         setattr(module, name, recorder(kernel))
+    RECORDING.append(calls)
     try:
         yield calls
     finally:
+        RECORDING.remove(calls)
         for module, name, kernel in found:
             setattr(module, name, kernel)
 
@@ -885,6 +984,17 @@ def share_scratch(calls: Calls, keep: Iterable[Tensor]) -> None:
             if address(x) in index:
                 shared = largest[kernel, index[address(x)]]
                 args[j] = torch.empty(0, dtype=x.dtype).set_(shared, x.storage_offset(), x.shape, x.stride())
+
+
+def spoil(calls: Calls, keep: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Overwrites everything that calls read and write, but for `keep`: what a replay does not compute is seen then.
+    Returns the tensors with what was in them: of a constant of the compiled code, nothing else knows."""
+    kept = {x.untyped_storage().data_ptr() for x in keep}
+    found = {id(x): x for _, args in calls for x in args if isinstance(x, Tensor)}.values()
+    found = [(x, x.clone()) for x in found if x.untyped_storage().data_ptr() not in kept]
+    for x, _ in found:
+        x.fill_(float("nan") if x.is_floating_point() else 0)
+    return found
 
 
 def replay(calls: Calls) -> None:

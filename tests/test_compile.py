@@ -48,7 +48,7 @@ FORMS += [("kivi", bits, torch.float32) for bits in (4, 2)]
 
 @pytest.mark.parametrize("form,bits,dtype", FORMS)
 @pytest.mark.parametrize("name", POLICIES)
-def test_compiled_is_eager_in_one_graph(name, form, bits, dtype):
+def test_compiled_is_eager_in_one_graph(name, form, bits, dtype, page=0):
     """70 steps cross the window's first eviction, the wrap of a ring of 16 and chunk edges; layers differ in size.
 
     Both take every step from the same state, so that a code on a rounding edge cannot be amplified by later steps.
@@ -62,7 +62,7 @@ def test_compiled_is_eager_in_one_graph(name, form, bits, dtype):
         prompt, budget = 100, 128
         name = "h2o:recent=8" if name == "h2o" else name
     budget = None if name == "full" else budget
-    spec = build(name, budget=budget, bits=bits, format=form, residual=None if bits == 16 else 16)
+    spec = build(name, budget=budget, bits=bits, format=form, residual=None if bits == 16 else 16, page_size=page)
     ids, models = tokens(prompt + STEPS), [tiny_model(dtype), tiny_model(dtype)]
     for model in models:
         model.setup_caches(spec, 1, prompt + STEPS)
@@ -301,3 +301,71 @@ def test_no_cache_sized_copy_in_a_step():
         fixed = [int(n) for n in re.findall(r"\b\d+\b", shape)]
         sized = "s" in shape or torch.tensor(fixed).prod() >= 3 * 64 * 68  # by S, or as large as the ring
         assert not (sized and dtype != "float32"), (shape, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16])
+def test_few_rows(rows):
+    """Rows of any number and length against a matrix, in bf16 with float32 sums; each as if it were alone."""
+    kernels.build_few_rows()
+    if not kernels.FEW_ROWS:
+        pytest.skip("this CPU has no bf16 products, or there is no compiler")
+    torch.manual_seed(rows)
+    for length, out in [(32, 2), (36, 5), (576, 33), (1, 1), (1537, 4)]:
+        x, weight = torch.randn(rows, length).bfloat16(), torch.randn(out, length).bfloat16()
+        y = torch.ops.kv_fast.few_rows(x, weight)
+        torch.testing.assert_close(y.double(), x.double() @ weight.double().T, atol=1e-5 * length**0.5, rtol=1e-5)
+        alone = torch.cat([torch.ops.kv_fast.few_rows(row[None], weight) for row in x])
+        assert torch.equal(alone, y)
+
+
+def test_several_sequences_are_replayed_in_bf16():
+    """Three lanes of a bf16 model: a recorded step of few_rows and compiled kernels, equal to the compiled one."""
+    torch._dynamo.reset()
+    models = [tiny_model(torch.bfloat16, qkv_bias=True, tie_embeddings=tie) for tie in (True, True)]
+    ids = tokens(PROMPT + 20, batch=3)
+    for model in models:
+        model.compile()
+        model.setup_caches(build("h2o", budget=24, bits=4, residual=8, page_size=32), 3, PROMPT + 20)
+        model.prefill(ids[:, :PROMPT])
+    plain, step = models[0], DecodeStep(models[1])
+    with torch.no_grad():
+        for t in range(PROMPT, PROMPT + 20):
+            tok, pos = ids[:, t : t + 1], torch.full((3, 1), t)
+            assert torch.equal(plain(tok, pos), step(tok, pos)), t
+    assert (step.again is not None) == kernels.FEW_ROWS
+    assert all(torch.equal(x, y) for x, y in zip(buffers(models[0]), buffers(models[1]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "bits", "dtype", "page"),
+    [
+        ("full", "auto", 16, torch.bfloat16, 16),
+        ("full", "auto", 4, torch.float32, 64),
+        ("h2o", "auto", 2, torch.float32, 3),
+        ("adakv:window=4,kernel=3", "nvfp4", 4, torch.float32, 32),
+        ("pyramid:window=4,kernel=3", "kivi", 4, torch.float32, 32),
+        ("streaming:sink=2", "auto", 8, torch.bfloat16, 1),
+        ("keydiff:sink=2", "auto", 16, torch.float32, 16),
+    ],
+)
+def test_compiled_is_eager_on_pages(name, form, bits, dtype, page):
+    test_compiled_is_eager_in_one_graph(name, form, bits, dtype, page)
+
+
+def test_a_constant_of_the_compiled_code_survives(monkeypatch):
+    """What is overwritten to test a replay is put back, if the replay turns out not to be the step."""
+    torch._dynamo.reset()
+    model = tiny_model()
+    model.compile()
+    ids = tokens(40, batch=2)
+    model.setup_caches(build("window:sink=2", budget=24, bits=4, residual=8), 2, 60)
+    model.prefill(ids[:, :30])
+    seen, spoil = [], kernels.spoil
+    monkeypatch.setattr(kernels, "spoil", lambda *args: seen.extend(spoil(*args)) or seen)
+    with torch.no_grad():
+        step = DecodeStep(model)
+        for t in range(30, 32):
+            step(ids[:, t : t + 1], torch.full((2, 1), t))
+    assert step.again is None
+    assert seen
+    assert all(torch.equal(x, old) for x, old in seen if x.is_floating_point() and x.numel())
