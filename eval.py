@@ -13,13 +13,15 @@ Every task runs a grid, cache x budget x bits, next to the full cache in the mod
     table      all of those but the last, and the speed of decoding, on one page
     health     what monitoring wants to know of each layer: attention kept, sinks, gaps, errors of quantization
     map        which positions each layer kept of one prompt, as text or picture
-    bench      speed and memory
+    bench      speed and memory of a step
+    profile    where the time of a step goes
+    serve      many requests: lanes together and alone, requests of all lengths, prompts that begin alike
 
-All but the last compare caches that hold the same number of tokens: a budget is a part of what the full cache holds at
-the end, and a policy that appends what follows a prompt has that many slots less for the prompt. A prompt is read once
-for many caches, because they differ only in what they keep. The first six note results in --out as they come, and a run
-that was interrupted goes on from there. Behind a mean, ± is the standard error of its difference to the full cache's on
-the same samples.
+All but the last three compare caches that hold the same number of tokens: a budget is a part of what the full cache
+holds at the end, and a policy that appends what follows a prompt has that many slots less for the prompt. A prompt is
+read once for many caches, because they differ only in what they keep. The first six note results in --out as they come,
+and a run that was interrupted goes on from there. Behind a mean, ± is the standard error of its difference to the full
+cache's on the same samples.
 
 Speed is measured in turns (A B A B ..), because a shared machine drifts; compare rows of one run, never two runs.
 The first row is what ratios refer to.
@@ -55,7 +57,9 @@ import cache as caches
 import kernels
 from generate import (
     DecodeStep,
+    Engine,
     Health,
+    Params,
     Parser,
     UsageError,
     check_writable,
@@ -101,17 +105,20 @@ class Arm:
     budget: int | float | None
     bits: int | str
     format: str = "auto"
+    page: int = 0
 
     def __str__(self) -> str:
         return " ".join(part for part in named(self.key()) if part != "-")
 
     def key(self) -> dict:
         format = {} if self.format == "auto" else {"format": self.format}
-        return {"cache": self.cache, "budget": self.budget, "bits": self.bits, **format}
+        page = {"page": self.page} if self.page else {}
+        return {"cache": self.cache, "budget": self.budget, "bits": self.bits, **format, **page}
 
     def relative(self) -> caches.CacheSpec:
         """With a budget for the prompt alone, as in generate.py: what follows comes on top where a policy appends."""
-        return caches.build(self.cache, budget=self.budget, bits=self.bits, format=self.format)
+        options = dict(bits=self.bits, format=self.format, page_size=self.page)
+        return caches.build(self.cache, budget=self.budget, **options)
 
     def spec(self, prompt: int, room: int) -> caches.CacheSpec:
         """For a prompt and `room` tokens after it, which are part of the budget."""
@@ -1229,6 +1236,121 @@ def bench_lines(rows: list[dict]) -> list[str]:
     return aligned([list(columns), *([show(r) for show in columns.values()] for r in rows)])
 
 
+def serve(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
+    """Three dicts for every cache: what an engine of --max-batch lanes is worth, each beside the same without."""
+    text, rows = tokenizer.encode(sample_text()), []
+    for arm in args.arms:
+        for prompt in args.prompt_tokens:
+            rows.append({"cache": str(arm), **lanes_together(args, model, arm, text, prompt)})
+        rows.append({"cache": str(arm), **requests_of_all_lengths(args, model, arm, text)})
+        rows.append({"cache": str(arm), **prompts_that_begin_alike(args, model, arm, text)})
+    return rows
+
+
+def piece(text: list[int], start: int, n: int) -> list[int]:
+    """n tokens of a text that has no end."""
+    start %= len(text)
+    return (text[start:] + text * (n // len(text) + 1))[:n]
+
+
+def lanes_together(args: argparse.Namespace, model: Transformer, arm: Arm, text: list[int], prompt: int) -> dict:
+    """Steps of one lane and of all, in turns, from `prompt` tokens on."""
+    new, per_token = args.steps * (args.rounds + 1) + 8, {1: [], args.max_batch: []}
+    engines = {n: Engine(model, arm.relative(), n, prompt + new) for n in per_token}
+    for n, engine in engines.items():
+        progress(f"{arm}: reading {n} x {prompt} tokens")
+        for i in range(n):
+            engine.submit(piece(text, 7919 * i, prompt), Params(new))
+        while engine.waiting or engine.reading:
+            engine.step()
+        for _ in range(4):  # what is compiled and recorded is
+            engine.step()
+    for turn in range(args.rounds):
+        for n, engine in engines.items():
+            began = time.perf_counter()
+            for _ in range(args.steps):
+                engine.step()
+            per_token[n].append((time.perf_counter() - began) * 1e3 / args.steps / n)
+        progress(f"turn {turn + 1} of {args.rounds}")
+    one, all = (statistics.median(per_token[n]) for n in engines)
+    return {
+        "what": f"decode from {prompt} tokens on, {args.max_batch} lanes beside one",
+        "alone": 1e3 / one,
+        "together": 1e3 / all,
+        "unit": "tok/s",
+        "ratio": one / all,
+        "pages": engines[args.max_batch].peak,
+        "unused": engines[args.max_batch].unused,
+    }
+
+
+def requests_of_all_lengths(args: argparse.Namespace, model: Transformer, arm: Arm, text: list[int]) -> dict:
+    """--requests of them, 32 to 2,000 tokens long, short ones as likely as long ones, half of a request its prompt:
+    through all lanes, and one after the other."""
+    draw = random.Random(0)
+    lengths = [round(math.exp(draw.uniform(math.log(32), math.log(2000)))) for _ in range(args.requests)]
+    lengths = [min(n, model.args.max_seq_len) for n in lengths]
+    took, engines = {}, {n: Engine(model, arm.relative(), n, max(lengths)) for n in (1, args.max_batch)}
+    for n, engine in engines.items():
+        engine.generate([piece(text, 31 * i, 40) for i in range(n)], Params(8))
+        engine.reset()
+        progress(f"{arm}: {args.requests} requests, {n} at a time")
+        began = time.perf_counter()
+        for i, total in enumerate(lengths):
+            engine.submit(piece(text, 7919 * i, total // 2), Params(total - total // 2))
+        while engine.unfinished:
+            engine.step()
+        took[n] = time.perf_counter() - began
+    engine = engines[args.max_batch]
+    return {
+        "what": f"{args.requests} requests of 32 to {max(lengths):,} tokens, {args.max_batch} lanes beside one",
+        "alone": args.requests / took[1],
+        "together": args.requests / took[args.max_batch],
+        "unit": "requests/s",
+        "ratio": took[1] / took[args.max_batch],
+        "pages": engine.peak,
+        "unused": engine.unused,
+    }
+
+
+def prompts_that_begin_alike(args: argparse.Namespace, model: Transformer, arm: Arm, text: list[int]) -> dict:
+    """The time to the first token of a prompt of --shared tokens and a question, read anew and as the second one."""
+    shared = min(args.shared, model.args.max_seq_len - 100)
+    engine, took = Engine(model, arm.relative(), 1, shared + 100), {True: [], False: []}
+    for turn in range(3):
+        engine.reset()
+        for known in (False, True):
+            began = time.perf_counter()
+            engine.submit(piece(text, 0, shared) + piece(text, 5000 + 100 * turn + known, 30), Params(1))
+            while engine.unfinished:
+                engine.step()
+            took[known].append(time.perf_counter() - began)
+        progress(f"{arm}: prefixes, turn {turn + 1} of 3")
+    anew, again = (statistics.median(took[known]) for known in (False, True))
+    return {
+        "what": f"first token after {shared:,} + 30 tokens, of which {engine.hit_tokens:,} were found",
+        "alone": anew,
+        "together": again,
+        "unit": "s",
+        "ratio": anew / again,
+        "pages": engine.peak,
+        "unused": engine.unused,
+    }
+
+
+def serve_lines(rows: list[dict]) -> list[str]:
+    columns = {
+        "cache": lambda r: r["cache"],
+        "what": lambda r: r["what"],
+        "without": lambda r: f"{r['alone']:,.2f} {r['unit']}",
+        "with": lambda r: f"{r['together']:,.2f} {r['unit']}",
+        "ratio": lambda r: f"{r['ratio']:.2f}",
+        "pages": lambda r: f"{r['pages']:,}",
+        "unused": lambda r: f"{r['unused']:.1%}",
+    }
+    return aligned([list(columns), *([show(r) for show in columns.values()] for r in rows)])
+
+
 def find_quanto() -> bool:
     try:
         return importlib.util.find_spec("optimum.quanto") is not None
@@ -1388,6 +1510,7 @@ TASKS = {  # what runs, what prints its rows, what draws them
     "map": (look, map_lines, plot_map),
     "bench": (bench, bench_lines, None),
     "profile": (profile, profile_lines, None),
+    "serve": (serve, serve_lines, None),
 }
 
 
@@ -1455,13 +1578,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     g = p.add_argument_group("longbench")
     g.add_argument("--data", type=Path, help="directory or zip with its JSONL files; without it, from the Hub")
-    g = p.add_argument_group("bench, profile")
-    g.add_argument("--prompt-tokens", type=listed(int), default=[128, 4096], help="lengths, by commas (128,4096)")
+    g = p.add_argument_group("bench, profile, serve")
+    g.add_argument("--prompt-tokens", type=listed(int), help="lengths, by commas (128,4096; for serve 1000)")
+    g = p.add_argument_group("bench, serve")
+    g.add_argument("--page-size", type=listed(int), default=[0], help="slots of a page, by commas; 0: none (0)")
+    g = p.add_argument_group("serve")
+    g.add_argument("--max-batch", type=int, default=8, help="lanes (8)")
+    g.add_argument("--requests", type=int, default=64, help="of all lengths (64)")
+    g.add_argument("--shared", type=int, default=2000, help="tokens that prompts have in common (2000)")
     g = p.add_argument_group("bench")
     g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas (1)")
     g.add_argument("--prefills", type=int, default=1, help="how often every prompt is read (1)")
     g.add_argument("--vs", choices=["transformers"], help="also its caches, with the same weights")
-    g = p.add_argument_group("bench, profile, table")
+    g = p.add_argument_group("bench, profile, serve, table")
     g.add_argument("--steps", type=int, default=15, help="decode steps a turn (15)")
     g.add_argument("--rounds", type=int, default=8, help="turns of every row (8)")
     args = p.parse_args(argv)
@@ -1476,11 +1605,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 raise UsageError(f"{flag}: only for {group.title}, not for {args.task}")
     if args.budget is not None and set(args.cache) == {"full"}:
         raise UsageError(f"--budget {','.join(map(str, args.budget))}: full keeps every token; name another --cache")
-    defaults = {"budget": [0.2] if args.task in ("bench", "profile") else [1.0, 0.5, 0.25], "samples": 2}
+    defaults = {"budget": [0.2] if args.task in ("bench", "profile", "serve") else [1.0, 0.5, 0.25], "samples": 2}
     defaults |= {
         "bits": [16] if args.task == "map" else [16, 4],
         "length": [1000, 3500],
         "protocol": ["inside", "after"],
+        "prompt_tokens": [1000] if args.task == "serve" else [128, 4096],
     }
     if args.task == "longbench":
         defaults |= {"length": [None], "protocol": ["inside"], "samples": None}
@@ -1529,10 +1659,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 )
             continue
         for budget in [None] if name == "full" else args.budget:
-            arm = Arm(name, budget, bits, form)
-            arm.relative()  # what is wrong with it is said before a model is loaded
-            if arm not in args.arms:
-                args.arms.append(arm)
+            for page in args.page_size:
+                arm = Arm(name, budget, bits, form, page)
+                arm.relative()  # what is wrong with it is said before a model is loaded
+                if arm not in args.arms:
+                    args.arms.append(arm)
+    if args.task == "serve" and any(arm.page for arm in args.arms):
+        args.arms = [arm for arm in args.arms if arm.page]  # an engine has no lanes without pages
     args.prompt_tokens.sort()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -369,9 +369,7 @@ class Engine:
     """
 
     PAGE = 64  # slots of a page, where the cache does not say
-    GROWTH = (
-        64  # slots; a step looks at those of the longest lane, in multiples of this, or of a 16th where that is more
-    )
+    GROWTH = 64  # slots that a step looks at beyond those of the longest lane; a 32nd of them where that is more
 
     def __init__(
         self,
@@ -403,8 +401,8 @@ class Engine:
         self.caches, self.desk = make(max_batch), make(1)
         self.nothing = self.pool.claim(1)[0]  # where lanes without a request write
         self.lanes: list[Request | None] = [None] * max_batch
-        self.size = [0] * args.n_layer
-        self.resize([self.GROWTH] * args.n_layer)
+        self.size = [-1] * args.n_layer
+        self.resize()
         self.tok, self.pos, self.active = torch.zeros(3, max_batch, 1, dtype=torch.int64, device=weight.device)
         self.waiting: deque[Request] = deque()
         self.reading: Request | None = None
@@ -614,8 +612,7 @@ class Engine:
         held = np.stack([cache.policy.count[0].cpu().numpy() for cache in self.desk])
         group = [first, *first.others]
         first.others = []
-        slots = [cache.slot_pos.shape[2] for cache in self.desk]
-        self.resize([self.rounded(max(a, b)) for a, b in zip(slots, self.in_use(), strict=True)])
+        self.resize([cache.slot_pos.shape[2] for cache in self.desk])
         for i, r in enumerate(group):
             r.lane, r.order, r.told = self.lanes.index(None), first.order, 0
             r.held, r.forked = held.copy() if self.policy.appends else None, len(group) > 1
@@ -662,7 +659,7 @@ class Engine:
 
     def make_room(self) -> None:
         """Pages and slots for the next token of every lane."""
-        self.resize([max(self.rounded(n), size) for n, size in zip(self.in_use(), self.size, strict=True)])
+        self.resize()
         for r in sorted(filter(None, self.lanes), key=lambda r: r.order):
             while r.lane is not None and not self.room_for(r):
                 self.preempt(max([*filter(None, [*self.lanes, self.reading])], key=lambda r: (r.order, r.id)))
@@ -721,19 +718,22 @@ class Engine:
             return [int(cache.policy.capacity[rows].max()) if rows else 0 for cache in self.caches]
         return np.max([r.held.max(1) + 1 for r in running], 0).tolist() if running else [0] * len(self.caches)
 
-    def rounded(self, slots: int) -> int:
-        unit = max(self.GROWTH, kernels.power_of_two(max(slots, 1)) // 32)
-        return -(-max(slots, 1) // unit) * unit
+    def resize(self, more: list[int] | None = None) -> None:
+        """Lets a step look at as many slots of each layer as the longest lane uses, or as `more` says.
 
-    def resize(self, slots: list[int]) -> None:
-        """What a step looks at, layer by layer."""
-        for i, (cache, n) in enumerate(zip(self.caches, slots, strict=True)):
-            if n != self.size[i]:
-                cache.resize(n)
-                self.size[i], self.decode = n, DecodeStep(self.model)
-                for b, r in enumerate(self.lanes):
-                    if r is None:
-                        cache.layout.idle(b, self.nothing)
+        All layers at once, and not at every token: the next step is compiled code without its record.
+        """
+        need = self.in_use() if more is None else [max(pair) for pair in zip(self.in_use(), more, strict=True)]
+        if all(n <= size <= 1.5 * n + 2 * self.GROWTH for n, size in zip(need, self.size, strict=True)):
+            return
+        ahead = max(self.GROWTH, max(need) // 32) if self.policy.appends else 1
+        self.size = [-(-(n + ahead) // caches.CHUNK) * caches.CHUNK for n in need]
+        for cache, size in zip(self.caches, self.size, strict=True):
+            cache.resize(size)
+            for b, r in enumerate(self.lanes):
+                if r is None:
+                    cache.layout.idle(b, self.nothing)
+        self.decode = DecodeStep(self.model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_a_pool_for_two_and_a_half_of_four(name, bits, form, model):
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("page", [1, 3, 16])
 def test_the_stale_hash(page, constant, model):
-    """Keep P1; P1+T; free; P2+Q+T; free; P1+T. And full hits: on whole pages the last token is computed all the same."""
+    """Keep P1; P1+T; free; P2+Q+T; free; P1+T. And full hits: of whole pages, too, the last token is computed."""
     kind, params = build(page_size=page), Params(12)
     engine = Engine(model, kind, 3, 512, pages=Engine(model, kind, 3, 512).need(90, 12))
     if constant:

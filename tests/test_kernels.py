@@ -152,7 +152,7 @@ def test_decode_compiles(form, shape, policy, monkeypatch, capfd):
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("form", ["float-16", "int-4", "fp8-8", "kivi-4"])
 def test_decode_compiles_on_pages(form, page, monkeypatch, capfd):
-    """A page's slots are read as wide as those of a dense cache: no byte at a time, but for what kivi says of chunks."""
+    """A page's slots are read as wide as a dense cache's: no byte at a time, but for what kivi says of chunks."""
     if form == "kivi-4" and page % 32:
         pytest.skip("kivi has pages of whole units")
     seen = {}
