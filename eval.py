@@ -108,7 +108,8 @@ class Arm:
     page: int = 0
 
     def __str__(self) -> str:
-        return " ".join(part for part in named(self.key()) if part != "-")
+        pages = f", pages of {self.page}" if self.page else ""
+        return " ".join(part for part in named(self.key()) if part != "-") + pages
 
     def key(self) -> dict:
         format = {} if self.format == "auto" else {"format": self.format}
@@ -1321,7 +1322,7 @@ def prompts_that_begin_alike(args: argparse.Namespace, model: Transformer, arm: 
         engine.reset()
         for known in (False, True):
             began = time.perf_counter()
-            engine.submit(piece(text, 0, shared) + piece(text, 5000 + 100 * turn + known, 30), Params(1))
+            engine.submit(piece(text, 0, shared) + piece(text, 5003 + 997 * (2 * turn + known), 30), Params(1))
             while engine.unfinished:
                 engine.step()
             took[known].append(time.perf_counter() - began)

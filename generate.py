@@ -72,14 +72,7 @@ def run(args: argparse.Namespace) -> int:
     prompt, note = read_prompt(args)
     model, tokenizer = load(args)
     ids = encoded(args, tokenizer, prompt)
-    left = model.args.max_seq_len - len(ids)
-    if args.max_new_tokens > left and not args.spec.endless:
-        raise UsageError(
-            f"--max-new-tokens {args.max_new_tokens} after a prompt of {len(ids)} tokens is more than the model's "
-            f"{model.args.max_seq_len} positions; "
-            + (f"at most {left} fit" if left >= 0 else f"shorten the prompt by {args.max_new_tokens - left} tokens")
-            + ", or choose --cache streaming, whose text has no end"
-        )
+    check_length(args, model, len(ids), args.max_new_tokens)
     model.setup_caches(args.spec, 1, len(ids) + args.max_new_tokens)
     if note:
         print(note, file=sys.stderr)
@@ -101,6 +94,7 @@ def serve(args: argparse.Namespace) -> int:
         try:
             params = Params(**{**vars(args.params), **line["params"]}, stop_ids=tuple(tokenizer.eos_ids))
             prompts.append(encoded(args, tokenizer, line["prompt"]))
+            check_length(args, model, len(prompts[-1]), params.max_new_tokens)
         except UsageError as error:
             raise UsageError(f"prompt {i + 1}: {error}") from None
         lines.append(params)
@@ -123,6 +117,8 @@ def serve(args: argparse.Namespace) -> int:
 
 def encoded(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The tokens of a prompt, in the chat template if there is one."""
+    if not prompt:
+        raise UsageError(EMPTY)
     if args.chat:
         ids = tokenizer.chat([*system(args), {"role": "user", "content": prompt}])
     else:
@@ -130,6 +126,17 @@ def encoded(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -> list
     if not ids:
         raise UsageError(EMPTY)
     return ids
+
+
+def check_length(args: argparse.Namespace, model: Transformer, prompt: int, new: int) -> None:
+    left = model.args.max_seq_len - prompt
+    if new > left and not args.spec.endless:
+        raise UsageError(
+            f"--max-new-tokens {new} after a prompt of {prompt} tokens is more than the model's "
+            f"{model.args.max_seq_len} positions; "
+            + (f"at most {left} fit" if left >= 0 else f"shorten the prompt by {new - left} tokens")
+            + ", or choose --cache streaming, whose text has no end"
+        )
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -345,12 +352,11 @@ class Request:
         self.sample = sampler(params.temperature, params.top_k, params.top_p, params.seed, device)
         self.tokens: list[int] = []  # generated
         self.told = 0  # how many of those have been told since its prompt was read last
-        self.others: list[Request] = []  # further samples of the same prompt, which are read with it
-        self.lane: int | None = None
+        self.hit = 0  # tokens of the prompt that were found when it was read first
         self.order = 0  # of admission
-        self.held: np.ndarray | None = None  # slots [L,H] in use, where later tokens are appended
+        self.lane: int | None = None
+        self.held: np.ndarray | None = None  # slots [L,H] in use, which grow as tokens are appended, or stay
         self.forked = False  # does it share a page that it writes to next?
-        self.done = params.max_new_tokens == 0
 
     @property
     def cached(self) -> list[int]:
@@ -389,7 +395,7 @@ class Engine:
         self.model, self.spec = model, cache if cache.page else replace(cache, page=self.PAGE)
         self.max_seq_len, self.prefill_layers = max_seq_len or args.max_seq_len, prefill_layers
         if self.max_seq_len > args.max_seq_len and not cache.endless:
-            raise UsageError(f"--max-seq-len {max_seq_len}: this model has {args.max_seq_len} positions")
+            raise UsageError(f"max_seq_len {max_seq_len}: this model has {args.max_seq_len} positions")
         self.policy, self.device = self.spec.policy(), weight.device
         longest = max(self.need(self.max_seq_len, 0), self.need(1, self.max_seq_len - 1))
         self.pool = caches.Pool(self.spec.page, 1 + (max_batch * longest if pages is None else pages), weight.device)
@@ -404,8 +410,9 @@ class Engine:
         self.size = [-1] * args.n_layer
         self.resize()
         self.tok, self.pos, self.active = torch.zeros(3, max_batch, 1, dtype=torch.int64, device=weight.device)
-        self.waiting: deque[Request] = deque()
-        self.reading: Request | None = None
+        self.live: dict[int, Request] = {}
+        self.waiting: deque[list[Request]] = deque()  # each with the other samples of its prompt
+        self.reading: list[Request] = []
         self.requests = self.admissions = 0
         self.preempted = self.hit_tokens = self.peak = 0
         self.unused = 0.0
@@ -456,10 +463,10 @@ class Engine:
             for i in range(samples)
         ]
         self.requests += samples
-        group[0].others = group[1:]
-        if not group[0].done:
-            self.waiting.append(group[0])
         ids = [r.id for r in group]
+        if new:
+            self.live |= zip(ids, group, strict=True)
+            self.waiting.append(group)
         return ids[0] if samples == 1 else ids
 
     @torch.no_grad()
@@ -471,7 +478,7 @@ class Engine:
         self.begin()
         running = any(self.lanes)
         for _ in range(self.prefill_layers if running else sys.maxsize):
-            if self.reading is None or self.read_layer(out):
+            if not self.reading or self.read_layer(out):
                 break
         self.make_room()
         if self.pool.used - 1 > self.peak:
@@ -488,19 +495,14 @@ class Engine:
             self.tok.copy_(tok[:, None])
             ids = tok.tolist()  # the one moment of a step when the host waits for the device
             for r in filter(None, list(self.lanes)):
-                if r.held is not None:
-                    r.held += 1
+                r.held += self.policy.appends
                 self.tell(r, ids[r.lane], out)
         return out
 
     @property
     def unfinished(self) -> int:
-        return len(self.waiting) + (self.reading is not None) + sum(r is not None for r in self.lanes)
-
-    def runs(self, id: int) -> bool:
-        """Is that request still waiting, being read or running?"""
-        groups = [*self.waiting, *filter(None, [self.reading, *self.lanes])]
-        return any(id == x.id for r in groups for x in (r, *r.others))
+        """Requests that wait, are being read, or run."""
+        return len(self.live)
 
     def generate(self, prompts: list[list[int]], params: Params = Params()) -> list[list[int]]:
         """Token ids that follow each of the prompts, in their order."""
@@ -513,84 +515,66 @@ class Engine:
 
     def cancel(self, id: int) -> None:
         """Ends a request, wherever it is; one that has ended, or never was, is no error."""
-        for r in [r for r in self.waiting if r.id == id or id in [x.id for x in r.others]]:
-            self.drop(r, id)
-            if r.done:
-                self.waiting.remove(r)
-                self.waiting.extendleft(self.regroup(r))
-        if self.reading is not None and id in [x.id for x in (self.reading, *self.reading.others)]:
-            r = self.reading
-            self.drop(r, id)
-            if r.done:
-                self.stop_reading()
-                self.waiting.extendleft(self.regroup(r))
-        for r in filter(None, list(self.lanes)):
-            if r.id == id:
-                self.leave(r)
+        r = self.live.pop(id, None)
+        if r is None:
+            return
+        if r.lane is not None:
+            self.vacate(r)
+        for group in [*self.waiting, self.reading]:
+            if r in group:
+                group.remove(r)
+        self.waiting = deque(group for group in self.waiting if group)
+        if not self.reading:
+            self.clear_desk()
 
     def reset(self) -> None:
         """As new: nothing waits, nothing runs, no prefix is known."""
-        for r in [*self.waiting, self.reading, *self.lanes]:
-            if r is not None:
-                for id in [x.id for x in (r, *r.others)]:
-                    self.cancel(id)
+        for id in list(self.live):
+            self.cancel(id)
         self.pool.prefixes.clear()
         self.preempted = self.hit_tokens = self.peak = 0
+        self.unused = 0.0
 
     # What happens inside
 
-    @staticmethod
-    def drop(group: Request, id: int) -> None:
-        group.others = [x for x in group.others if x.id != id]
-        group.done = group.done or group.id == id
-
-    @staticmethod
-    def regroup(group: Request) -> list[Request]:
-        """The samples that are left when the first one is cancelled."""
-        if not group.others:
-            return []
-        first, *rest = group.others
-        first.others = rest
-        return [first]
-
     def begin(self) -> None:
         """Starts to read the next prompt, if there are a lane and pages for it."""
-        if self.reading is not None or not self.waiting:
+        if self.reading or not self.waiting:
             return
-        r = self.waiting[0]
-        samples = 1 + len(r.others)
-        if self.lanes.count(None) < samples:
+        group = self.waiting[0]
+        if self.lanes.count(None) < len(group):
             return
-        found = self.find(r.prompt)
+        prompt, found = group[0].prompt, self.find(group[0])
         shared, hit = [page for block in found for page in block.pages], len(found) * self.spec.page
         self.pool.share(shared)
-        if self.need(len(r.prompt), 1, samples) - len(shared) > len(self.pool.free):
+        if self.need(len(prompt), 1, len(group)) - len(shared) > len(self.pool.free):
             self.pool.release(shared)
             return
-        self.waiting.popleft()
-        self.reading = r
+        self.reading = self.waiting.popleft()
         self.admissions += 1
-        r.order = self.admissions
-        H, rest = self.model.args.n_kv_head, len(r.prompt) - hit
-        pieces = []
+        self.hit_tokens += hit
+        for r in group:
+            r.order, r.hit = self.admissions, hit
+        H, pieces = self.model.args.n_kv_head, []
         for i, cache in enumerate(self.desk):
             if found:
                 cache.resume([[block.pages[i * H + h] for block in found] for h in range(H)], hit)
                 if cache.residual is not None:
                     cache.residual.restore(*found[-(-caches.SINK // self.spec.page) - 1].exact[i])
-            pieces += cache.fit([rest], [hit], 0, self.max_seq_len)
-        self.hit_tokens += hit
-        ids = torch.tensor([r.prompt[hit:]], device=self.device)
+            pieces += cache.fit([len(prompt) - hit], [hit], 0, self.max_seq_len)
+        ids = torch.tensor([prompt[hit:]], device=self.device)
         self.layers = self.model.reading(ids, hit, min(pieces), caches=self.desk)
 
-    def find(self, prompt: list[int]) -> list[caches.Block]:
+    def find(self, r: Request) -> list[caches.Block]:
         """Blocks that hold the beginning of a prompt. What a ring holds of its end has to be computed."""
         if not self.prefix:
             return []
         ring, page = self.desk[0].residual, self.spec.page
-        found = self.pool.prefixes.find(prompt)
+        found = self.pool.prefixes.find(r.prompt)
+        if r.tokens and self.spec.bits != 16:  # codes of what it had computed would not give the same answer
+            found = found[: r.hit // page]
         if ring is not None:
-            found = found[: max(len(prompt) - ring.length, 0) // page]
+            found = found[: max(len(r.prompt) - ring.length, 0) // page]
             found = found if len(found) * page >= ring.sink else []
         return found
 
@@ -607,20 +591,18 @@ class Engine:
         logits = next(self.layers)
         if logits is None:
             return False
-        first, self.reading = self.reading, None
-        self.publish(first.prompt, self.desk, 0)
-        held = np.stack([cache.policy.count[0].cpu().numpy() for cache in self.desk])
-        group = [first, *first.others]
-        first.others = []
+        group, self.reading = self.reading, []
+        self.publish(group[0].prompt, self.desk, 0)
+        slots = [cache.policy.count[0] if self.policy.appends else cache.policy.capacity for cache in self.desk]
+        held = np.stack([n.cpu().expand(self.model.args.n_kv_head).numpy() for n in slots])
         self.resize([cache.slot_pos.shape[2] for cache in self.desk])
         for i, r in enumerate(group):
-            r.lane, r.order, r.told = self.lanes.index(None), first.order, 0
-            r.held, r.forked = held.copy() if self.policy.appends else None, len(group) > 1
+            r.lane, r.told, r.held, r.forked = self.lanes.index(None), 0, held.copy(), len(group) > 1
             self.lanes[r.lane] = r
             for cache, desk in zip(self.caches, self.desk, strict=True):
                 cache.adopt(r.lane, desk, share=i + 1 < len(group))
         for r in group:
-            if r.held is None and r.forked:  # it may write to any page
+            if r.forked and not self.policy.appends:  # it may write to any page
                 for cache in self.caches:
                     for h, pages in enumerate(cache.layout.pages[r.lane]):
                         for i in range(len(pages)):
@@ -637,14 +619,11 @@ class Engine:
             out.setdefault(r.id, []).append(id)
         r.told += 1
         if id in r.params.stop_ids or r.told == r.params.max_new_tokens:
-            self.leave(r)
-
-    def leave(self, r: Request) -> None:
-        """A lane is free again."""
-        r.done = True
-        self.vacate(r)
+            del self.live[r.id]
+            self.vacate(r)
 
     def vacate(self, r: Request) -> None:
+        """A lane is free again. What it held can be found until its pages are used."""
         self.publish(r.cached, self.caches, r.lane)
         for cache in self.caches:
             cache.layout.release(r.lane)
@@ -652,8 +631,7 @@ class Engine:
         self.tok[r.lane] = self.pos[r.lane] = self.active[r.lane] = 0
         self.lanes[r.lane], r.lane = None, None
 
-    def stop_reading(self) -> None:
-        self.reading = None
+    def clear_desk(self) -> None:
         for cache in self.desk:
             cache.layout.release(0)
 
@@ -662,10 +640,11 @@ class Engine:
         self.resize()
         for r in sorted(filter(None, self.lanes), key=lambda r: r.order):
             while r.lane is not None and not self.room_for(r):
-                self.preempt(max([*filter(None, [*self.lanes, self.reading])], key=lambda r: (r.order, r.id)))
+                running = [r for r in self.lanes if r is not None]
+                self.preempt(max(running + self.reading, key=lambda r: (r.order, r.id)))
 
     def room_for(self, r: Request) -> bool:
-        if r.held is None:
+        if not self.policy.appends:
             return True
         page, b = self.spec.page, r.lane
         grows = np.argwhere(r.held % page == 0)
@@ -678,9 +657,9 @@ class Engine:
             places = [(i, h, n // page) for (i, h), n in np.ndenumerate(r.held) if n % page]
             shared = [(i, h, j) for i, h, j in places if self.pool.refs[layouts[i].pages[b][h][j]] > 1]
         promised = 0
-        if self.reading is not None:
+        if self.reading:
             claimed = sum(len(held) for cache in self.desk for held in cache.layout.pages[0])
-            promised = max(self.need(len(self.reading.prompt), 1, 1 + len(self.reading.others)) - claimed, 0)
+            promised = max(self.need(len(self.reading[0].prompt), 1, len(self.reading)) - claimed, 0)
         if len(grows) + len(shared) > len(self.pool.free) - promised:
             return False
         for i, h in grows:
@@ -693,30 +672,24 @@ class Engine:
     def preempt(self, r: Request) -> None:
         """The latest request makes way, and is the first to come back."""
         self.preempted += 1
-        if r is self.reading:
-            self.stop_reading()
+        if r in self.reading:
+            group, self.reading = self.reading, []
+            self.clear_desk()
         else:
+            group = [r]
             self.vacate(r)
-        self.waiting.appendleft(r)
+        self.waiting.appendleft(group)
 
     def waste(self) -> float:
         """The part of the slots of the running lanes' pages that hold no token."""
         running = [r for r in self.lanes if r is not None]
         pages = sum(len(held) for r in running for cache in self.caches for held in cache.layout.pages[r.lane])
-        used = sum(
-            int(r.held.sum() if r.held is not None else sum(c.policy.capacity[r.lane] for c in self.caches) * len(held))
-            for r in running
-            for held in [self.caches[0].layout.pages[r.lane]]
-        )
-        return 1 - used / (pages * self.spec.page) if pages else 0.0
+        return 1 - sum(int(r.held.sum()) for r in running) / (pages * self.spec.page) if pages else 0.0
 
     def in_use(self) -> list[int]:
         """Slots that the longest lane uses in each layer, its next token included."""
-        running = [r for r in self.lanes if r is not None]
-        if not self.policy.appends:
-            rows = [r.lane for r in running]
-            return [int(cache.policy.capacity[rows].max()) if rows else 0 for cache in self.caches]
-        return np.max([r.held.max(1) + 1 for r in running], 0).tolist() if running else [0] * len(self.caches)
+        most = [r.held.max(1) + self.policy.appends for r in self.lanes if r is not None]
+        return np.max(most, 0).tolist() if most else [0] * len(self.caches)
 
     def resize(self, more: list[int] | None = None) -> None:
         """Lets a step look at as many slots of each layer as the longest lane uses, or as `more` says.
@@ -825,6 +798,7 @@ class Report:
                 "kept_per_head": [(c.slot_pos >= 0).sum(-1)[0].tolist() for c in layers],
                 "bytes": nbytes,
                 "full_bytes": full,
+                **({"pages": len(pool.refs), "pages_used": pool.used} if (pool := layers[0].layout.pool) else {}),
             },
             "time": {
                 "load_s": self.load_s,
@@ -853,7 +827,8 @@ class Report:
             f"{evicted:,.0f} evicted; {slots} slots{heads}",
             f"cache    {c['policy']}, {c['format']}{f' {n} bits' if (n := c['bits']) != 16 else ''}: "
             f"{c['bytes'] / 1e6:,.2f} MB; full bf16 cache "
-            f"{c['full_bytes'] / 1e6:,.2f} MB; ratio {c['bytes'] / c['full_bytes']:.3f}",
+            f"{c['full_bytes'] / 1e6:,.2f} MB; ratio {c['bytes'] / c['full_bytes']:.3f}"
+            + (f"; {c['pages_used']:,} of {c['pages']:,} pages" if "pages" in c else ""),
             f"speed    prefill {show(t['prefill_tok_s'], 'tok/s')}; decode {show(t['decode_tok_s'], 'tok/s')}, "
             f"{show(t['decode_gb_s'], 'GB/s')}",
             f"time     load {t['load_s']:.1f} s, prefill {t['prefill_s']:.1f} s, compile {t['compile_s']:.1f} s, "
@@ -890,15 +865,13 @@ class Service:
         progress = Progress()
         try:
             while waiting:
-                new = engine.step()
-                for id, tokens in new.items():
+                for id, tokens in engine.step().items():
                     self.add(id, tokens)
                 progress.show(self.state)
-                while waiting and not engine.runs(waiting[0]):
+                while waiting and waiting[0] not in engine.live:
                     id = waiting.popleft()
                     answer = self.open[id]
-                    if answer["ended"] != "stop":
-                        answer["text"] += self.streams[id].flush()
+                    self.write(id, self.streams[id].flush())
                     self.new_tokens += len(answer["token_ids"])
                     self.seconds = time.perf_counter() - began
                     progress.clear()
@@ -914,17 +887,24 @@ class Service:
             answer["token_ids"].append(token)
             if token in self.tokenizer.eos_ids:
                 answer["ended"] = "eos"
-            answer["text"] += self.streams[id].put(token)
-            found = [i for i in map(answer["text"].find, self.args.stop) if i >= 0]
-            if found:
-                answer["text"], answer["ended"] = answer["text"][: min(found)], "stop"
-                self.engine.cancel(id)
+            self.write(id, self.streams[id].put(token))
+
+    def write(self, id: int, text: str) -> None:
+        """More text of an answer, which ends before a stop string."""
+        answer = self.open[id]
+        if answer["ended"] == "stop":
+            return
+        answer["text"] += text
+        found = [i for i in map(answer["text"].find, self.args.stop) if i >= 0]
+        if found:
+            answer["text"], answer["ended"] = answer["text"][: min(found)], "stop"
+            self.engine.cancel(id)
 
     @property
     def state(self) -> str:
         e = self.engine
         running = sum(r is not None for r in e.lanes)
-        waiting = len(e.waiting) + (e.reading is not None)
+        waiting = e.unfinished - running
         return f"running {running}, waiting {waiting}, pages {e.pool.used - 1:,} of {len(e.pool.refs) - 1:,}"
 
     def data(self) -> dict:
@@ -1187,6 +1167,8 @@ def read_file(name: str) -> str:
 
 def batch(args: argparse.Namespace) -> list[dict]:
     """The requests of a command line, if those are several: prompt and, of each, what differs from the flags."""
+    if args.interactive:
+        return []
     if args.text is not None and (lines := json_lines(args)):
         return lines
     prompts = args.prompt or ([args.text] if args.text is not None else [])

@@ -894,7 +894,7 @@ def build_few_rows() -> None:
         from torch._inductor.codecache import CppCodeCache
 
         function = CppCodeCache.load(SOURCE).few_rows
-    except Exception:  # noqa: BLE001  no compiler, or an old one: whatever it is, there is another way
+    except Exception:  # no compiler, or an old one: whatever it is, there is another way
         return
     function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
 

@@ -103,7 +103,7 @@ def test_logits_are_the_same_bits(model):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(model), "forward", spy)
-            while engine.runs(0):
+            while 0 in engine.live:
                 engine.step()
         seen[neighbours] = kept
 
@@ -293,9 +293,9 @@ def test_cancel_wherever_it_is(model):
     while engine.unfinished:
         for id, new in engine.step().items():
             out[id] += new
-        if not cancelled and engine.reading is not None and any(engine.lanes):
+        if not cancelled and engine.reading and engine.waiting and any(engine.lanes):
             running = next(r.id for r in engine.lanes if r is not None)
-            for id in (running, engine.reading.id, engine.waiting[-1].id):
+            for id in (running, engine.reading[0].id, engine.waiting[-1][0].id):
                 cancelled[id] = len(out[id])
                 engine.cancel(id)
             engine.cancel(999)
@@ -315,8 +315,8 @@ def test_a_sample_is_cancelled_and_the_others_are_not(model):
         for _ in range(when):
             engine.step()
         engine.cancel(ids[0])
-        assert not engine.runs(ids[0])
-        assert engine.runs(ids[1])
+        assert ids[0] not in engine.live
+        assert ids[1] in engine.live
         while engine.unfinished:
             for id, new in engine.step().items():
                 out[id] += new

@@ -680,3 +680,33 @@ def test_refusals(checkpoint, capsys, flags, word):
     assert ev.main(["bench", "--checkpoint", str(checkpoint), *flags]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and word in err
+
+
+@needs_compiler
+def test_serve(checkpoint, capsys):
+    """Lanes beside one, requests of all lengths, prompts that begin alike; each cache has its three rows."""
+    flags = ["--checkpoint", str(checkpoint), "--max-batch", "3", "--requests", "4", "--shared", "200", "--steps", "2"]
+    flags += ["--rounds", "2", "--prompt-tokens", "50", "--cache", "full,h2o", "--budget", "40", "--bits", "16"]
+    assert ev.main(["serve", *flags, "--json", "--page-size", "16"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["cache"] for r in rows] == ["full 16, pages of 16"] * 3 + ["h2o 40 16, pages of 16"] * 3
+    assert all(r["ratio"] > 0 and r["alone"] > 0 and r["together"] > 0 for r in rows)
+    assert "of which 192 were found" in rows[2]["what"]
+    assert "of which 0 were found" in rows[5]["what"]
+    assert rows[0]["pages"] == 3 * 3 * 3 * 4  # three lanes of 50 to 64 tokens
+    assert ev.main(["serve", *flags]) == 0
+    assert " ".join(capsys.readouterr().out.split()[:7]) == "cache what without with ratio pages unused"
+
+
+@needs_compiler
+def test_bench_of_pages(checkpoint, capsys):
+    flags = ["--checkpoint", str(checkpoint), "--prompt-tokens", "60", "--rounds", "1", "--steps", "2", "--bits", "16"]
+    assert ev.main(["bench", *flags, "--cache", "full", "--page-size", "0,32", "--json"]) == 0
+    dense, paged, *_ = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert dense["cache"] == "full 16"
+    assert paged["cache"] == "full 16, pages of 32"
+    table = 3 * 3 * 3 * 4
+    assert abs(paged["bytes"] - dense["bytes"] - table) <= 3 * 3 * 32 * 20 * 2 * default_dtype("cpu").itemsize
+    assert ev.main(["bench", *flags, "--page-size", "-1"]) == 2
+    assert "--page-size -1" in capsys.readouterr().err
+    assert ev.main(["needle", "--page-size", "4"]) == 2

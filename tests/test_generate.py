@@ -475,6 +475,10 @@ def test_readme_python_example(real, capsys):
     kept = [(layer.attention.cache.slot_pos >= 0).sum(-1) for layer in scope["model"].layers]
     assert sum(int(n[0, 0]) for n in kept) == 30 * (256 + 29)
     assert scope["logits"].shape == (1, 1, 49152) and len(capsys.readouterr().out) > 20
+    exec(re.search(r"```python\n(from generate import Engine.*?)```", text, re.S)[1], scope)
+    engine = scope["engine"]
+    assert (scope["first"], scope["second"]) == (0, 1) and engine.unfinished == 0 and engine.pool.used == 1
+    assert len(capsys.readouterr().out.splitlines()) > 39
 
 
 def test_readme_policy_in_five_lines(model):
@@ -519,3 +523,165 @@ def test_readme_adds_a_number_format():
         assert cache.Form("symmetric", 4).effective(64) == 4.5
     finally:
         del cache.FORMATS["symmetric"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several prompts
+
+
+def answers(out: str) -> list[dict]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("cache", ["full", "snapkv:window=8", "h2o"])
+def test_several_prompts_are_each_alone(cli, cache):
+    """Answers come in the order of the prompts, and say what each says alone."""
+    prompts = [PROMPT, "Hi", "Another one", PROMPT + "!", "x"]
+    flags = ["--cache", cache, "--page-size", "16", "--max-new-tokens", "12", "--bits", "4", "--residual", "8"]
+    flags += [] if cache == "full" else ["--budget", "60"]
+    alone = [cli("--prompt", p, *flags)[3] for p in prompts]
+    code, out, err, data = cli(
+        *(x for p in prompts for x in ("--prompt", p)), *flags, "--max-batch", "2", "--no-prefix"
+    )
+    assert code == 0
+    got = answers(out)
+    assert [a["text"] for a in got] == [a["text"] for a in alone]
+    assert [a["token_ids"] for a in got] == [a["token_ids"] for a in alone]
+    assert [a["prompt_tokens"] for a in got] == [a["prompt_tokens"] for a in alone]
+    assert data["answers"] == got
+    assert data["requests"] == 5
+    assert data["cache"]["lanes"] == 2
+    assert data["cache"]["pages_at_peak"] <= data["cache"]["pages"]
+    assert data["new_tokens"] == sum(len(a["token_ids"]) for a in got)
+    assert "requests 5: " in err
+    assert "pages " in err
+    assert "requests/s" in err
+
+
+def test_a_file_of_json_lines(cli, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    lines = [
+        {"prompt": "One two three", "max_new_tokens": 7},
+        {"prompt": "Four \u2028 five", "temperature": 0.9, "seed": 5},
+        {"prompt": "Six"},
+    ]
+    file.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n", encoding="utf-8")
+    code, out, _, data = cli("--prompt-file", str(file), "--max-new-tokens", "5")
+    assert code == 0
+    assert [len(a["token_ids"]) for a in answers(out)] == [7, 5, 5]
+    single = cli("--prompt", "Four \u2028 five", "--temperature", "0.9", "--seed", "5", "--max-new-tokens", "5")[3]
+    assert answers(out)[1]["token_ids"] == single["token_ids"]
+    code, out, _, _ = cli("--prompt-file", str(file), "--max-new-tokens", "5", "--max-batch", "1", "--pages", "40")
+    assert code == 0
+    assert answers(out) == data["answers"]
+
+
+def test_a_file_of_one_json_line_is_a_batch_and_other_text_is_a_prompt(cli, tmp_path):
+    file = tmp_path / "request"
+    file.write_text('{"prompt": "Hi", "max_new_tokens": 3}')
+    code, out, _, data = cli("--prompt-file", str(file))
+    assert code == 0
+    assert len(answers(out)) == data["requests"] == 1
+    file.write_text("{not JSON} is a prompt")
+    code, _, _, data = cli("--prompt-file", str(file), "--max-new-tokens", "3")
+    assert code == 0
+    assert data["new_tokens"] == 3
+
+
+def test_samples_of_one_prompt(cli):
+    flags = ["--prompt", PROMPT, "--max-new-tokens", "10", "--temperature", "1", "--page-size", "16", "--bits", "4"]
+    code, out, _, data = cli(*flags, "--num-samples", "3", "--seed", "4")
+    assert code == 0
+    got = answers(out)
+    assert [a["sample"] for a in got] == [0, 1, 2]
+    for i in range(3):
+        assert cli(*flags, "--seed", str(4 + i))[3]["token_ids"] == got[i]["token_ids"]
+    alone = cli(*flags, "--num-samples", "1", "--prompt", PROMPT)[3]  # two prompts: the same pages twice
+    assert data["cache"]["pages_at_peak"] < 3 * alone["cache"]["pages_at_peak"] / 2
+
+
+def test_stop_strings_of_several(cli):
+    prompts = ["--prompt", PROMPT, "--prompt", "Hi"]
+    plain = answers(cli(*prompts, "--max-new-tokens", "30")[1])
+    stop = plain[0]["text"][5:8]
+    got = answers(cli(*prompts, "--max-new-tokens", "30", "--stop", stop)[1])
+    for before, after in zip(plain, got, strict=True):
+        assert after["text"] == before["text"].split(stop)[0]
+        assert after["ended"] == ("stop" if stop in before["text"] else before["ended"])
+
+
+def test_prefixes_are_reported(cli):
+    prompts = [x for i in range(3) for x in ("--prompt", PROMPT + str(i))]
+    _, _, err, data = cli(*prompts, "--max-new-tokens", "3", "--page-size", "16", "--max-batch", "1")
+    assert data["cache"]["prefix_tokens"] > 2 * 16
+    assert f"{data['cache']['prefix_tokens']:,} tokens found" in err
+    _, _, err, data = cli(*prompts, "--max-new-tokens", "3", "--cache", "snapkv:window=8", "--budget", "60")
+    assert data["cache"]["prefix_tokens"] == 0
+    assert "none found: snapkv" in err
+    assert "not looked for" in cli(*prompts, "--max-new-tokens", "3", "--no-prefix")[2]
+
+
+def test_pages_of_one_prompt(cli):
+    """The same answer, from pages; their number is what heads keep."""
+    flags = ["--prompt", PROMPT, "--cache", "adakv:window=8", "--budget", "60", "--max-new-tokens", "9"]
+    dense, paged = (cli(*flags, "--page-size", str(n)) for n in (0, 1))
+    assert dense[1] == paged[1]
+    assert paged[3]["cache"]["layout"] == "paged by 1"
+    kept = sum(n for layer in dense[3]["cache"]["kept_per_head"] for n in layer)
+    heads = 3 * 3
+    assert kept + heads <= paged[3]["cache"]["pages"] <= kept + 2 * heads
+    assert "pages" in paged[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--page-size", "-1"], "--page-size -1: give"),
+        (["--page-size", "16", "--format", "kivi", "--bits", "4"], "a multiple of 32"),
+        (["--prompt", "a", "--pages", "5"], "--pages is for several prompts"),
+        (["--prompt", "a", "--max-batch", "2"], "--max-batch is for several prompts"),
+        (["--prompt", "a", "--no-prefix"], "--no-prefix is for several prompts"),
+        (["--prompt", "a", "--prefill-layers", "2"], "--prefill-layers is for several prompts"),
+        (["--prompt", "a", "--prompt", "b", "--max-batch", "0"], "--max-batch 0: give 1 or more"),
+        (["--prompt", "a", "--prompt", "b", "--stats"], "--stats looks at the cache of one prompt"),
+        (["--prompt", "a", "--prompt", ""], "prompt 2: the prompt is empty"),
+        (["--prompt", "a", "--prompt", "b", "--pages", "3"], "prompt 1: --pages 3: a prompt of"),
+        (["--prompt", "a", "--prompt", "b" * 1100], "prompt 2: .* more than"),
+        (["--prompt", "a", "--num-samples", "3"], "all would be the same at --temperature 0"),
+        (["--prompt", "a", "--num-samples", "9", "--temperature", "1"], "give --max-batch 9 or more"),
+        (["--interactive", "--num-samples", "2"], "--num-samples is for"),
+        (["--interactive", "--prompt", "a", "--prompt", "b"], "--interactive reads its prompts"),
+    ],
+)
+def test_what_several_prompts_cannot_have(cli, flags, says):
+    code, out, err, data = cli(*flags)
+    assert code == 2
+    assert not out
+    assert data is None
+    assert len(err.splitlines()) == 1
+    assert re.search(says, err), err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"prompt": "a"}\n{"prompt": 5}', 'line 2: give an object with some text as its "prompt"'),
+        ('{"text": "a"}', "line 1: give an object"),
+        ('{"prompt": "a"}\n\nnot JSON', "line 3: give an object"),
+        ('{"prompt": "a", "max_tokens": 5}', "line 1: max_tokens is unknown; a request has prompt, max_new_tokens"),
+        ('{"prompt": "a", "max_new_tokens": "5"}', 'max_new_tokens is "5"; give a number'),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is true; give a number"),
+        ('{"prompt": "a", "max_new_tokens": 2.5}', "max_new_tokens is 2.5; give a number"),
+        ('{"prompt": "a", "max_new_tokens": -1}', "line 1: --max-new-tokens -1: give 0 or more"),
+        ('{"prompt": "a", "temperature": NaN}', "line 1: --temperature nan"),
+        ('{"prompt": "a", "seed": 1e300}', "seed is 1e"),
+    ],
+)
+def test_files_that_are_refused(cli, tmp_path, text, says):
+    file = tmp_path / "requests.jsonl"
+    file.write_text(text)
+    code, out, err, _ = cli("--prompt-file", str(file))
+    assert code == 2
+    assert not out
+    assert len(err.splitlines()) == 1
+    assert says in err, err
