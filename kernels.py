@@ -103,7 +103,16 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, live: Tensor, near: Tensor | N
     v [B,H,S+T,D] -> [B,H*G,T,D]."""
     if has_kernel(q):
         return flash(q, k, v, live, near=near, sink=sink)[0]
-    y = torch.empty_like(q)
+    y, H, T = torch.empty_like(q), k.shape[1], q.shape[2]
+    if near is None:  # 64 queries a time of each head of a group, one under the other
+        for t in range(0, T, 64):
+            x = q[:, :, t : t + 64].unflatten(1, (H, -1))  # [B,H,G,R,D]
+            G, R, end = *x.shape[2:4], k.shape[2] - T + t + x.shape[3]
+            past = torch.ones(R, end, dtype=torch.bool, device=q.device).tril(end - R).repeat(G, 1)
+            seen = past & F.pad(live, (0, t + R), value=True)[:, :, None]
+            part = F.scaled_dot_product_attention(x.flatten(2, 3), k[:, :, :end], v[:, :, :end], attn_mask=seen)
+            y[:, :, t : t + R] = part.unflatten(2, (G, R)).flatten(1, 2)
+        return y
     v = v.float()
     for t, weights, total in rows_of_attention(q, k, live, near=near, sink=sink):
         rows = weights.flatten(2, 3) @ v[:, :, : weights.shape[-1]] / total.flatten(2, 3)[..., None]

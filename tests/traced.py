@@ -64,7 +64,7 @@ def pretend() -> None:
     kernels.rotation = lambda dim, device: torch.zeros(dim, dim, device=device)
 
 
-def captured(policy: str, form: str, bits: int) -> list[str]:
+def captured(policy: str, form: str, bits: int, page: int = 0) -> list[str]:
     """Names of the functions in the one graph of a step."""
     graphs = []
 
@@ -75,10 +75,13 @@ def captured(policy: str, form: str, bits: int) -> list[str]:
     torch._dynamo.reset()
     torch._dynamo.config.force_parameter_static_shapes = False
     with FakeTensorMode(allow_non_fake_inputs=True):
-        spec = caches.build(policy, budget=None if policy == "full" else 1024, bits=bits, format=form)
+        budget = None if policy == "full" else 1024
+        spec = caches.build(policy, budget=budget, bits=bits, format=form, page_size=page)
         args = SimpleNamespace(n_layer=1, n_kv_head=8, head_dim=128, max_seq_len=4096)
         cache = spec(args, torch.rand(64, device="cuda"), 2, 2048, torch.bfloat16, "cuda")[0]
         cache.allocate(1024)
+        if page:
+            cache.layout.pool.enlarge(100)
         q, k, v = (torch.randn(2, h, 1, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8))
         step = torch.compile(lambda *x: cache(*x), backend=backend, fullgraph=True, dynamic=False)
         y = step(q, k, v, torch.zeros(2, 1, dtype=torch.int64, device="cuda"))
@@ -99,3 +102,7 @@ if __name__ == "__main__":
                 continue
             assert sum("triton" in call for call in calls) == 1, (policy, form, calls)
             print(policy, form, bits, "one graph, one kernel")
+    for policy, form, bits, page in [("full", "int", 4, 16), ("h2o", "float", 16, 64), ("adakv", "kivi", 4, 32)]:
+        calls = captured(policy, form, bits, page)
+        assert sum("triton" in call for call in calls) == 1, (policy, form, calls)
+        print(policy, form, bits, "on pages: one graph, one kernel")
