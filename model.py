@@ -124,8 +124,11 @@ class Transformer(nn.Module):
         # Prompts of one length have the same slots. What is held of longer texts may differ, whatever their length.
         if len(ids) == 1 or (isinstance(ids, Tensor) and not any(starts)):
             return self.read(ids[0][None] if len(ids) == 1 else ids, starts[0], pieces[0], chunk)
-        lanes = [[cache.lane(b) for cache in caches] for b in range(len(ids))]
-        return torch.cat([self.read(row[None], starts[b], pieces[b], chunk, lanes[b]) for b, row in enumerate(ids)])
+        logits = []
+        for b, row in enumerate(ids):
+            lanes = [cache.lane(b) for cache in caches]  # only now: one that was read before may have moved all
+            logits.append(self.read(row[None], starts[b], pieces[b], chunk, lanes))
+        return torch.cat(logits)
 
     def read(self, ids: Tensor, start: int, piece: int, chunk: int, caches: list | None = None) -> Tensor:
         """Prompts of one length, `piece` tokens at a time through all layers: ids [B,T] -> logits [B,V]."""
