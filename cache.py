@@ -281,8 +281,9 @@ class KVCache(nn.Module):
         self.reset([row])
         mine = self.rows()
         for name, theirs in other.rows().items():
-            part = mine[name][row]
-            part[tuple(map(slice, theirs.shape[1:]))] = theirs[0]
+            if name != "layout.table":
+                part = mine[name][row]
+                part[tuple(map(slice, theirs.shape[1:]))] = theirs[0]
         if self.policy.appends:
             self.policy.capacity[row] = self.slot_pos.shape[2]
         self.layout.take_over(row, other.layout, share)
@@ -1487,10 +1488,10 @@ class Paged(Dense):
         entries.copy_(chunks[: len(entries)])
 
     def take_over(self, row: int, other: "Paged", share: bool) -> None:
-        """The pages of `other`, of one sequence, become sequence row's, or its too. (The table is copied with all other
-        buffers.)"""
-        for held, theirs in zip(self.pages[row], other.pages[0], strict=True):
-            held += theirs
+        """The pages of `other`, of one sequence, become sequence row's, or its too."""
+        for h, theirs in enumerate(other.pages[0]):
+            self.pages[row][h] += theirs
+            self.enter(row, h)
             if share:
                 self.pool.share(theirs)
             else:

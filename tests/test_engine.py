@@ -1,6 +1,7 @@
 """Continuous batching: whatever its neighbours do, a request's tokens are those it would get alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,11 +74,12 @@ def test_neighbours_do_not_matter(name, bits, form, model, requests):
     """Bit for bit, in float32: eleven requests through four lanes, then through a pool that is too small for four."""
     kind = spec(name, bits, form)
     want = alone(model, kind, requests)
-    engine = Engine(model, kind, 4, 512, prefix=False)
+    engine = Engine(model, replace(kind, page=64), 4, 512, prefix=False)  # two chunks a page
     assert run(engine, requests) == want
     assert [len(x) for x in want] == [p.max_new_tokens for _, p in requests]
     assert engine.pool.used == sum(engine.pool.refs) == 1  # where lanes without a request write
-    largest = max(engine.need(len(prompt), params.max_new_tokens) for prompt, params in requests)
+    sizes = Engine(model, kind, 4, 512)
+    largest = max(sizes.need(len(prompt), params.max_new_tokens) for prompt, params in requests)
     small = Engine(model, kind, 4, 512, pages=largest + 12, prefill_layers=1, prefix=False)
     assert run(small, requests) == want
     assert small.pool.used == 1

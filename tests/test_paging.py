@@ -211,7 +211,6 @@ class Sequences:
         theirs = Paged(1, self.HEADS, self.pool, "cpu")
         theirs.pages = self.layout.pages[lane : lane + 1]
         self.layout.take_over(to, theirs, share=True)
-        self.layout.table[to] = self.layout.table[lane]
         self.texts[to] = list(self.texts[lane])
 
     def leave(self) -> None:
