@@ -298,6 +298,46 @@ class KVCache(nn.Module):
         self.slot_pos[0, :, :tokens] = torch.arange(tokens, dtype=torch.int32, device=self.slot_pos.device)
         self.policy.count.fill_(tokens)
 
+    def state(self) -> dict[str, Tensor]:
+        """All that a cache of one sequence holds, as tensors that do not depend on the layout. (A policy that appends
+        gives back the room that it has not used.)"""
+        if self.policy.appends:
+            used = int(self.filled().max())
+            self.allocate(-(-max(used, 1) // self.unit) * self.unit)
+        stored = self.parts()
+        own = {name: x[0] for name, x in self.rows().items() if name != "layout.table" and name not in stored}
+        return own | {name: store.parts[i][0] for name, (store, i) in stored.items()}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """A cache of one sequence holds what `state` says. Raises ValueError or KeyError where that does not fit."""
+        self.allocate(state["slot_pos"].shape[-1])
+        self.reset([0])
+        stored = self.parts()
+        for name, x in self.rows().items():
+            if name != "layout.table" and name not in stored:
+                mine, theirs = x[0], state[name]
+                ring = name.startswith("residual.")  # a longer or shorter one has the same tokens in its first rows
+                if mine.dtype != theirs.dtype or mine.dim() != theirs.dim() or (mine.shape != theirs.shape and not ring):
+                    raise ValueError(name)
+                part = tuple(slice(min(a, b)) for a, b in zip(mine.shape, theirs.shape, strict=True))
+                mine[part] = theirs[part]
+        self.layout.hold(self.filled() if self.policy.appends else self.policy.capacity[:, None].expand_as(self.filled()))
+        for name, (store, i) in stored.items():
+            mine, theirs = store.parts[i][0], state[name]
+            if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+                raise ValueError(name)
+            self.layout.fill(store.stored[i], theirs, store.slots_last(i))
+
+    def parts(self) -> "dict[str, tuple[Store, int]]":
+        """Names of the stores' parts, and which those are."""
+        both = ("k_store", self.k_store), ("v_store", self.v_store)
+        return {f"{name}.{part}": (store, i) for name, store in both for i, part in enumerate(store.names)}
+
+    def filled(self) -> Tensor:
+        """How many of each head's slots [B,H], from the first on, have to be kept to keep those that hold a token."""
+        upto = torch.arange(1, self.slot_pos.shape[2] + 1, device=self.slot_pos.device)
+        return ((self.slot_pos >= 0) * upto).amax(-1)
+
     def reset(self, sequences: list[int] | None = None) -> None:
         """Empty, all or some of the sequences: buffer by buffer what a new cache of this size holds."""
         sequences = range(len(self.slot_pos)) if sequences is None else sequences
@@ -1416,6 +1456,10 @@ class Dense(nn.Module):
         """A buffer of a store as [B,H,n,..], all chunks of all sequences."""
         return part
 
+    def fill(self, part: Tensor, chunks: Tensor, slots_last: bool) -> None:
+        """The inverse of `view`, for one sequence: chunks [H,n,..] of what is held."""
+        part[0] = chunks
+
     def allocate(self, slots: int) -> None:
         """Told of how many slots a head may use."""
 
@@ -1457,13 +1501,21 @@ class Paged(Dense):
         x = x[:, :, : x.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK)).contiguous()
         return x.mT.contiguous() if slots_last else x
 
+    def fill(self, part, chunks, slots_last):
+        if self.lanes != CHUNK:
+            x = (chunks.mT if slots_last else chunks).flatten(1, 2)
+            x = F.pad(x, (0, 0, 0, -x.shape[1] % self.lanes)).unflatten(1, (-1, self.lanes))
+            chunks = x.mT if slots_last else x
+        for h, held in enumerate(self.pages[0]):
+            rows = self.table[0, h, : len(held) * self.pool.per_page]
+            part[rows] = chunks[h, : len(rows)]
+
     def allocate(self, slots):
         old = self.table.shape[2]
         self.table = resized(self.table, 2, -(-self.chunks(slots) * CHUNK // self.lanes))
         for b, h in itertools.product(range(self.batch), range(self.heads)):
-            n = len(self.pages[b][h])
-            if n * self.pool.per_page > old:  # of the last page, not all chunks had a place in the table
-                self.enter(b, h, n - 1)
+            if len(self.pages[b][h]) * self.pool.per_page > old:  # not all chunks had a place in the table
+                self.enter(b, h, old // self.pool.per_page)
 
     def expect(self, slots, sequences):
         self.pool.expected[id(self)] = sequences * self.heads * -(-slots // self.pool.page)
@@ -1718,6 +1770,7 @@ class CacheSpec:
     v: Form
     residual: int
     page: int = 0  # slots of a page; 0: no pages
+    given: tuple = ()  # what `build` was told, but for pages
 
     @property
     def layout(self) -> str:
@@ -1837,6 +1890,7 @@ def build(
         *forms,
         0 if exact else RESIDUAL if residual is None else residual,
         page_size,
+        (cache, budget, bits, format, residual),
     )
 
 
