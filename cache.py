@@ -7,7 +7,8 @@
     Residual   the newest R tokens and the first few, exact, laid over any store.
     Dense      where: a place of its own for every sequence.
     Paged      where: pages of one pool that all sequences and layers share, on demand, by a block table.
-    Pool       the allocator, on the host: claim, share, copy on write, and prefixes that are met again.
+    Pool       the allocator, on the host: claim, share, release; `Paged.unshare` copies a page that others refer to.
+    Prefixes   full pages by what they hold, for texts that begin alike.
     build      the only place where names are strings.
 
 Conventions, since public implementations differ. A budget counts slots per KV head averaged over layers, sinks and
@@ -291,7 +292,7 @@ class KVCache(nn.Module):
     def resume(self, pages: list[list[int]], tokens: int) -> None:
         """A cache of one sequence begins with `tokens` tokens that each head's pages hold already."""
         self.reset([0])
-        self.allocate(max(tokens, self.slot_pos.shape[2]))
+        self.allocate(tokens)
         for h, held in enumerate(pages):
             self.layout.pages[0][h] += held
             self.layout.enter(0, h)
@@ -317,11 +318,17 @@ class KVCache(nn.Module):
             if name != "layout.table" and name not in stored:
                 mine, theirs = x[0], state[name]
                 ring = name.startswith("residual.")  # a longer or shorter one has the same tokens in its first rows
-                if mine.dtype != theirs.dtype or mine.dim() != theirs.dim() or (mine.shape != theirs.shape and not ring):
+                if (
+                    mine.dtype != theirs.dtype
+                    or mine.dim() != theirs.dim()
+                    or (mine.shape != theirs.shape and not ring)
+                ):
                     raise ValueError(name)
                 part = tuple(slice(min(a, b)) for a, b in zip(mine.shape, theirs.shape, strict=True))
                 mine[part] = theirs[part]
-        self.layout.hold(self.filled() if self.policy.appends else self.policy.capacity[:, None].expand_as(self.filled()))
+        self.layout.hold(
+            self.filled() if self.policy.appends else self.policy.capacity[:, None].expand_as(self.filled())
+        )
         for name, (store, i) in stored.items():
             mine, theirs = store.parts[i][0], state[name]
             if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
@@ -963,7 +970,7 @@ class Store(nn.Module):
     def allocate(self, layout: "Dense", slots: int) -> None:
         """Buffers for `slots` slots: their widths and dtypes are whatever `encode` makes of the vectors of a chunk."""
         self.layout = layout
-        sample = self.encode(torch.zeros(layout.lanes, self.dim, device=self.device))
+        sample = self.encode(torch.zeros(layout.chunk, self.dim, device=self.device))
         for i, part in enumerate(sample):
             shape = part.mT if self.slots_last(i) else part
             old = self.stored[i] if len(self.names) > i else None
@@ -1429,9 +1436,9 @@ class Residual(nn.Module):
 
 
 class Dense(nn.Module):
-    """A place of its own for every sequence: slot s is lane s % C of chunk s // C."""
+    """A place of its own for every sequence: slot s is number s % C of chunk s // C."""
 
-    lanes, pool = CHUNK, None
+    chunk, pool = CHUNK, None  # slots of a chunk; where pages come from
 
     def __init__(self, batch: int, heads: int):
         super().__init__()
@@ -1449,7 +1456,8 @@ class Dense(nn.Module):
         return resized(old, 2, self.chunks(slots))
 
     def locate(self, sequence: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
-        """Slots of sequences and heads, tensors that broadcast -> indices of chunks in a store's buffers, and lanes."""
+        """Slots of sequences and heads, tensors that broadcast -> indices of chunks in a store's buffers, and of
+        slots in a chunk."""
         return sequence, head, slot // CHUNK, slot % CHUNK
 
     def view(self, part: Tensor, slots_last: bool) -> Tensor:
@@ -1483,7 +1491,7 @@ class Paged(Dense):
 
     def __init__(self, batch: int, heads: int, pool: "Pool", device):
         super().__init__(batch, heads)
-        self.pool, self.lanes = pool, pool.lanes
+        self.pool, self.chunk = pool, pool.chunk
         self.pages: list[list[list[int]]] = [[[] for _ in range(heads)] for _ in range(batch)]
         self.table = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
 
@@ -1491,20 +1499,20 @@ class Paged(Dense):
         return self.pool.part(key, sample)
 
     def locate(self, sequence, head, slot):
-        return self.table[sequence, head, slot // self.lanes], slot % self.lanes
+        return self.table[sequence, head, slot // self.chunk], slot % self.chunk
 
     def view(self, part, slots_last):
         x = part[self.table]
-        if self.lanes == CHUNK or (self.lanes == 16 and torch.compiler.is_compiling()):
+        if self.chunk == CHUNK or (self.chunk == 16 and torch.compiler.is_compiling()):
             return x
         x = (x.mT if slots_last else x).flatten(2, 3)  # few slots: they are put side by side
         x = x[:, :, : x.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK)).contiguous()
         return x.mT.contiguous() if slots_last else x
 
     def fill(self, part, chunks, slots_last):
-        if self.lanes != CHUNK:
+        if self.chunk != CHUNK:
             x = (chunks.mT if slots_last else chunks).flatten(1, 2)
-            x = F.pad(x, (0, 0, 0, -x.shape[1] % self.lanes)).unflatten(1, (-1, self.lanes))
+            x = F.pad(x, (0, 0, 0, -x.shape[1] % self.chunk)).unflatten(1, (-1, self.chunk))
             chunks = x.mT if slots_last else x
         for h, held in enumerate(self.pages[0]):
             rows = self.table[0, h, : len(held) * self.pool.per_page]
@@ -1512,7 +1520,7 @@ class Paged(Dense):
 
     def allocate(self, slots):
         old = self.table.shape[2]
-        self.table = resized(self.table, 2, -(-self.chunks(slots) * CHUNK // self.lanes))
+        self.table = resized(self.table, 2, -(-self.chunks(slots) * CHUNK // self.chunk))
         for b, h in itertools.product(range(self.batch), range(self.heads)):
             if len(self.pages[b][h]) * self.pool.per_page > old:  # not all chunks had a place in the table
                 self.enter(b, h, old // self.pool.per_page)
@@ -1581,8 +1589,8 @@ class Pool:
         self.prefixes = Prefixes(self)
         self.page, self.fixed, self.device = page, pages is not None, torch.device(device)
         # Slots that lie side by side; more than a vector's worth has no use.
-        self.lanes = page if page < CHUNK else math.gcd(page, CHUNK)
-        self.per_page = page // self.lanes
+        self.chunk = page if page < CHUNK else math.gcd(page, CHUNK)
+        self.per_page = page // self.chunk
         self.parts: dict[tuple, Tensor] = {}
         self.refs: list[int] = []
         self.free: OrderedDict[int, None] = OrderedDict()
@@ -1649,15 +1657,16 @@ class OutOfPages(Exception):
     """A pool of a fixed size has no more free pages."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Block:
-    """As many tokens of a text as a page has slots, and the pages of all layers' heads that hold them."""
+    """As many tokens of a text as a page has slots, and the pages that hold them: head by head of the first layer, then
+    of the next. The block that completes the first tokens has those exactly, too, for rings."""
 
     key: object
     parent: "Block | None"
     tokens: tuple[int, ...]
     pages: list[int]
-    exact: list | None = None  # what rings hold of the first tokens, layer by layer
+    exact: list | None = None  # of each layer
 
 
 def chained(parent: bytes, tokens: tuple[int, ...]) -> bytes:
@@ -1788,6 +1797,13 @@ class CacheSpec:
     def endless(self) -> bool:
         """May a text be longer than the model's positions?"""
         return self.policy().relative
+
+    def page_bytes(self, dim: int, dtype: torch.dtype) -> int:
+        """Bytes of a page of one head: keys and values, scales included."""
+        stores = [form.store(is_key, dim, dtype, "cpu") for form, is_key in ((self.k, True), (self.v, False))]
+        return (
+            sum(part.nbytes for store in stores for part in store.encode(torch.zeros(CHUNK, dim))) * self.page // CHUNK
+        )
 
     def slots(self, prompt: int, n_layer: int) -> list[int]:
         """Slots per KV head that each layer may give to a prompt of that many tokens."""

@@ -1334,8 +1334,8 @@ def prompts_that_begin_alike(args: argparse.Namespace, model: Transformer, arm: 
         "together": again,
         "unit": "s",
         "ratio": anew / again,
-        "pages": engine.peak,
-        "unused": engine.unused,
+        "pages": None,
+        "unused": None,
     }
 
 
@@ -1346,8 +1346,8 @@ def serve_lines(rows: list[dict]) -> list[str]:
         "without": lambda r: f"{r['alone']:,.2f} {r['unit']}",
         "with": lambda r: f"{r['together']:,.2f} {r['unit']}",
         "ratio": lambda r: f"{r['ratio']:.2f}",
-        "pages": lambda r: f"{r['pages']:,}",
-        "unused": lambda r: f"{r['unused']:.1%}",
+        "pages": lambda r: "-" if r["pages"] is None else f"{r['pages']:,}",
+        "unused": lambda r: "-" if r["unused"] is None else f"{r['unused']:.1%}",
     }
     return aligned([list(columns), *([show(r) for show in columns.values()] for r in rows)])
 

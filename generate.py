@@ -9,6 +9,7 @@ network.
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -71,15 +72,20 @@ def run(args: argparse.Namespace) -> int:
     """One prompt: text to stdout as it comes, the report to stderr, and to a file with --json."""
     prompt, note = read_prompt(args)
     model, tokenizer = load(args)
-    ids = encoded(args, tokenizer, prompt)
-    check_length(args, model, len(ids), args.max_new_tokens)
-    model.setup_caches(args.spec, 1, len(ids) + args.max_new_tokens)
+    talk = Conversation(args, tokenizer)
+    ids = talk.next(prompt)
+    check_length(args, model, talk.seen + len(ids), args.max_new_tokens)
+    model.setup_caches(args.spec, 1, talk.seen + len(ids) + args.max_new_tokens)
+    talk.restore(model)
     if note:
         print(note, file=sys.stderr)
     report = Report(args, model, tokenizer)
-    for text in report.stream(ids):
+    for text in report.stream(ids, talk.seen):
         print(text, end="", flush=True)
     print()
+    talk.answered(report)
+    if args.save_cache:
+        talk.save(args.save_cache, model)
     print(report, file=sys.stderr)
     if args.json:
         write_json(args.json, report.data())
@@ -146,33 +152,151 @@ def chat(args: argparse.Namespace) -> int:
         raise UsageError("--interactive needs a checkpoint with a chat template; this one has none, use --prompt --raw")
     limit = 2**31 - 1 if args.spec.endless else model.args.max_seq_len
     model.setup_caches(args.spec, 1, limit)
-    messages, seen, report = system(args), 0, Report(args, model, tokenizer)
+    talk, report = Conversation(args, tokenizer), Report(args, model, tokenizer)
+    talk.restore(model)
     print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
     while line := read_line():
-        before = tokenizer.chat(messages, add_generation_prompt=False) if seen else []
-        messages.append({"role": "user", "content": line})
-        ids = tokenizer.chat(messages)[len(before) :]
-        if seen:  # what the template puts after an answer, such as its end of turn, has not been read yet
-            ends = [i for i, id in enumerate(before) if id in tokenizer.eos_ids]
-            ids = report.unread + (before[ends[-1] :] if ends else []) + ids
-        left = limit - seen - len(ids)
+        ids = talk.next(line)
+        left = limit - talk.seen - len(ids)
         if left < 1:
-            messages.pop()
+            talk.messages.pop()
             print(f"[{len(ids)} tokens are {1 - left} more than still fit; say it shorter, or end]", file=sys.stderr)
             continue
-        room = min(args.max_new_tokens, left)
-        answer = ""
-        for text in report.stream(ids, seen, room):
+        for text in report.stream(ids, talk.seen, min(args.max_new_tokens, left)):
             print(text, end="", flush=True)
-            answer += text
         print()
-        messages.append({"role": "assistant", "content": answer})
-        seen = report.seen
-    if seen:
+        talk.answered(report)
+    if args.save_cache:
+        talk.save(args.save_cache, model)
+    if report.seen:
         print(report, file=sys.stderr)
         if args.json:
             write_json(args.json, report.data())
     return 0
+
+
+class Conversation:
+    """Where a text stands between turns, in this process or, as a file with its cache, between two of them.
+
+    A file is a safetensors: what `KVCache.state` gives of every layer, and as JSON where the text stands, what cache it
+    is, of which model, and a checksum of all of it.
+    """
+
+    VERSION = 1
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer):
+        self.args, self.tokenizer, self.saved = args, tokenizer, args.saved
+        said = self.saved.said if self.saved else {"messages": system(args), "seen": 0, "unread": [], "tokens": ""}
+        self.messages, self.seen, self.unread, self.tokens = (said[k] for k in ("messages", "seen", "unread", "tokens"))
+
+    def next(self, text: str) -> list[int]:
+        """The tokens that come next: those of an answer that were not read yet, and text as a message, if this is a
+        chat."""
+        if not text:
+            raise UsageError(EMPTY)
+        if not self.args.chat:
+            ids = self.unread + self.tokenizer.encode(text, bos=not self.seen)
+        else:
+            before = self.tokenizer.chat(self.messages, add_generation_prompt=False) if self.seen else []
+            self.messages.append({"role": "user", "content": text})
+            ids = self.tokenizer.chat(self.messages)[len(before) :]
+            if self.seen:  # what the template puts after an answer, such as its end of turn, has not been read yet
+                ends = [i for i, id in enumerate(before) if id in self.tokenizer.eos_ids]
+                ids = self.unread + (before[ends[-1] :] if ends else []) + ids
+        if not ids:
+            raise UsageError(EMPTY)
+        self.read = ids
+        return ids
+
+    def answered(self, report: "Report") -> None:
+        """A turn is over."""
+        read = self.read + report.answer
+        self.tokens = caches.chained(self.tokens.encode(), tuple(read[: report.seen - self.seen])).hex()
+        self.seen, self.unread = report.seen, report.unread
+        if self.args.chat:
+            self.messages.append({"role": "assistant", "content": report.answered})
+
+    def restore(self, model: Transformer) -> None:
+        """The model's caches hold what the file says, if there is one."""
+        if not self.saved:
+            return
+        name = f"--load-cache {self.args.load_cache}"
+        if self.saved.model != fingerprint(model):
+            raise UsageError(f"{name}: it is of another model, or of these weights in another --dtype or --weights")
+        try:
+            for i, layer in enumerate(model.layers):
+                layer.attention.cache.restore(
+                    {k: x.to(model.norm.weight.device) for k, x in self.saved.layer(i).items()}
+                )
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise UsageError(f"{name}: its layer {i} does not fit this cache ({error}); make it anew") from None
+
+    def save(self, path: Path, model: Transformer) -> None:
+        """All or nothing: whatever happens, path is what it was before or this."""
+        from safetensors.torch import save_file
+
+        states = [layer.attention.cache.state() for layer in model.layers]
+        tensors = {f"{i}.{name}": x.cpu().contiguous() for i, s in enumerate(states) for name, x in s.items()}
+        said = {name: getattr(self, name) for name in ("messages", "seen", "unread", "tokens")}
+        header = {"version": self.VERSION, "model": fingerprint(model), "cache": self.args.spec.given, "said": said}
+        header |= {"chat": self.args.chat}
+        text = json.dumps(header)
+        part = part_file(path.resolve())
+        try:
+            save_file(tensors, part, {"kv-fast": text, "checksum": Saved.checksum(text, tensors)})
+            with open(part, "rb+") as file:
+                os.fsync(file.fileno())
+            part.replace(path.resolve())
+        finally:
+            part.unlink(missing_ok=True)
+
+
+class Saved:
+    """A file that `Conversation.save` wrote, read and checked."""
+
+    def __init__(self, path: Path):
+        from safetensors import SafetensorError, safe_open
+
+        name = f"--load-cache {path}"
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                self.tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise UsageError(f"{name}: {error.strerror or error}") from None
+        except (SafetensorError, ValueError) as error:
+            raise UsageError(f"{name}: damaged, or not what --save-cache writes ({error})") from None
+        text = about.get("kv-fast", "")
+        if about.get("checksum") != self.checksum(text, self.tensors):
+            raise UsageError(f"{name}: damaged, or not what --save-cache writes (its checksum is wrong); make it anew")
+        header = json.loads(text)
+        if header["version"] != Conversation.VERSION:
+            raise UsageError(
+                f"{name}: of format {header['version']}, and this program reads {Conversation.VERSION}; make it anew"
+            )
+        self.model, self.cache, self.said, self.chat = (header[k] for k in ("model", "cache", "said", "chat"))
+
+    @staticmethod
+    def checksum(text: str, tensors: dict[str, Tensor]) -> str:
+        sum = hashlib.blake2b(text.encode(), digest_size=16)
+        for name in sorted(tensors):
+            x = tensors[name]
+            sum.update(f"{name} {x.dtype} {[*x.shape]}".encode())
+            sum.update(x.reshape(-1).view(torch.uint8).numpy())
+        return sum.hexdigest()
+
+    def layer(self, i: int) -> dict[str, Tensor]:
+        start = f"{i}."
+        return {name.removeprefix(start): x for name, x in self.tensors.items() if name.startswith(start)}
+
+
+def fingerprint(model: Transformer) -> str:
+    """Of a model's shape, dtype and weights: of each of those some rows."""
+    sum = hashlib.blake2b(repr(model.args).encode(), digest_size=16)
+    for name, p in sorted(model.named_parameters()):
+        sum.update(f"{name} {p.dtype} {[*p.shape]}".encode())
+        sum.update(p.detach().reshape(-1)[:: max(p.numel() // 64, 1)][:64].contiguous().cpu().view(torch.uint8).numpy())
+    return sum.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,7 +458,7 @@ def until(pieces: Iterator[str], stops: list[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Params:
-    """How a request is to be answered; temperature 0 is greedy."""
+    """How a request is to be answered; temperature 0 is greedy. stop_ids: tokens that end it, `tokenizer.eos_ids`."""
 
     max_new_tokens: int = 200
     temperature: float = 0.0
@@ -365,7 +489,8 @@ class Request:
 
 
 class Engine:
-    """Continuous batching: `submit`, then `step` until nothing is `unfinished`.
+    """Continuous batching: `submit`, then `step` until nothing is `unfinished`; an id that is no longer in `live` has
+    ended.
 
     Requests wait in order. One prompt at a time is read, `prefill_layers` layers between two decode steps, into a cache
     of its own, the desk, whose pages then become a lane's. All lanes decode in one step; one that is finished is filled
@@ -398,7 +523,17 @@ class Engine:
             raise UsageError(f"max_seq_len {max_seq_len}: this model has {args.max_seq_len} positions")
         self.policy, self.device = self.spec.policy(), weight.device
         longest = max(self.need(self.max_seq_len, 0), self.need(1, self.max_seq_len - 1))
-        self.pool = caches.Pool(self.spec.page, 1 + (max_batch * longest if pages is None else pages), weight.device)
+        pages = max_batch * longest if pages is None else pages
+        size, free = (
+            self.spec.page_bytes(args.head_dim, weight.dtype) + 200,
+            free_memory(weight.device),
+        )  # and the host's
+        if pages * size > free:
+            raise UsageError(
+                f"--pages {pages}: they take {pages * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; give at "
+                f"most {int(free / size):,}, or fewer --max-batch, --max-new-tokens or --bits"
+            )
+        self.pool = caches.Pool(self.spec.page, 1 + pages, weight.device)
 
         def make(batch: int) -> list[caches.KVCache]:
             rope = model.rope.frequencies
@@ -431,6 +566,8 @@ class Engine:
         """Pages for that many samples of so many tokens each, at the end, or at most where heads share a budget."""
         args, page = self.model.args, self.spec.page
         slots = [n + (new if self.policy.appends else 0) for n in self.spec.slots(prompt, args.n_layer)]
+        if self.policy.relative and self.max_seq_len > args.max_seq_len:
+            slots = [min(n, caches.longest_window(args.max_seq_len)) for n in slots]
         H = args.n_kv_head
         pages = [H * n // page + H if self.policy.ragged else H * -(-n // page) for n in slots]
         alone = H * args.n_layer if self.policy.appends else sum(pages)  # what a sample cannot share
@@ -452,7 +589,7 @@ class Engine:
             )
         if samples > len(self.lanes):
             raise UsageError(f"--num-samples {samples}: there are {len(self.lanes)} lanes; give --max-batch {samples}")
-        need = max(self.need(T, max(new - 1, 0)), self.need(T, 1, samples))
+        need = max(self.need(T, new - 1), self.need(T, 1, samples)) if new else 0
         if need > total:
             raise UsageError(
                 f"--pages {total}: a prompt of {T} tokens and {new} new ones need {need} pages of {self.spec.page} "
@@ -554,7 +691,7 @@ class Engine:
         self.admissions += 1
         self.hit_tokens += hit
         for r in group:
-            r.order, r.hit = self.admissions, hit
+            r.order, r.hit = self.admissions, r.hit if r.tokens else hit
         H, pieces = self.model.args.n_kv_head, []
         for i, cache in enumerate(self.desk):
             if found:
@@ -709,6 +846,17 @@ class Engine:
         self.decode = DecodeStep(self.model)
 
 
+def free_memory(device: torch.device) -> float:
+    """Bytes that could be allocated; of a system that does not say, any number."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return float("inf")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The report
 
@@ -728,6 +876,7 @@ class Report:
 
     def stream(self, ids: list[int], start: int = 0, max_new_tokens: int | None = None) -> Iterator[str]:
         new = self.args.max_new_tokens if max_new_tokens is None else max_new_tokens
+        self.answer, self.answered = [], ""  # of this turn, as tokens and as text
         self.clock, self.status = time.perf_counter(), Status(f"reading {len(ids)} tokens")
         self.prompt_tokens += len(ids)
         self.seen, self.unread, fresh = start + len(ids), [], len(self.token_ids)
@@ -744,6 +893,7 @@ class Report:
             for text in until(self.decode(tokens), self.args.stop):
                 if text:
                     self.text += text
+                    self.answered += text
                     yield text
         finally:
             self.status.close()
@@ -753,6 +903,7 @@ class Report:
         stream = self.tokenizer.stream()
         for id in tokens:
             self.token_ids.append(id)
+            self.answer.append(id)
             self.unread = [] if id in self.tokenizer.eos_ids else [id]
             yield stream.put(id)
         yield stream.flush()
@@ -942,7 +1093,10 @@ class Service:
         data = self.data()
         c, t = data["cache"], data["time"]
         bits = f" {c['bits']} bits" if c["bits"] != 16 else ""
-        prefix = f"{c['prefix_tokens']:,} tokens found" if self.engine.prefix else "not looked for"
+        ring = self.engine.desk[0].residual
+        rest = f", and the last {ring.length} tokens are always read" if ring else ""
+        least = "" if c["prefix_tokens"] else f"; only whole pages of {c['page_slots']} tokens can be{rest}"
+        prefix = f"{c['prefix_tokens']:,} tokens found{least}" if self.engine.prefix else "not looked for"
         prefix = f"none found: {c['no_prefix_because']}" if c["no_prefix_because"] else prefix
         return "\n".join(
             [
@@ -1157,8 +1311,8 @@ def read_file(name: str) -> str:
     """The text of --prompt-file."""
     try:
         if name != "-":
-            return Path(name).read_bytes().decode("utf-8")
-        return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8")
+            return Path(name).read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
+        return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"--prompt-file {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -1183,7 +1337,7 @@ def json_lines(args: argparse.Namespace) -> list[dict]:
     def parsed(line: str):
         try:
             return json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     known = {"max_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "seed": int}
@@ -1199,8 +1353,9 @@ def json_lines(args: argparse.Namespace) -> list[dict]:
         for key, value in params.items():
             if key not in known:
                 raise UsageError(f"{where}: {key} is unknown; a request has prompt, {', '.join(known)}")
-            if isinstance(value, bool) or not isinstance(value, (int, known[key])):
-                raise UsageError(f"{where}: {key} is {json.dumps(value)}; give a number")
+            if isinstance(value, bool) or not isinstance(value, (int, known[key])) or abs(value) >= 2**63:
+                kind = "number" if known[key] is float else "whole number"
+                raise UsageError(f"{where}: {key} is {json.dumps(value)[:50]}; give a {kind}")
         try:
             check_params(argparse.Namespace(**{**vars(args.params), **params}))
         except UsageError as error:
@@ -1243,21 +1398,34 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="auto, " + ", ".join(caches.FORMATS) + "; help explains",
     )
     p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
-    p.add_argument("--page-size", type=int, default=0, metavar="N", help="slots of a page; 0 (default): no pages")
-    p.add_argument("--max-batch", type=int, default=8, metavar="N", help="several prompts: lanes of a step (8)")
     p.add_argument(
-        "--num-samples", type=int, default=1, metavar="N", help="samples of each prompt, which share its pages"
+        "--page-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="slots of a page; 0 (default): none, of several prompts 64",
     )
-    p.add_argument("--pages", type=int, metavar="N", help="several prompts: pages of one head of one layer in the pool")
+    p.add_argument("--max-batch", type=int, default=8, metavar="N", help="lanes: sequences of one step (8)")
     p.add_argument(
-        "--prefill-layers", type=int, default=4, metavar="N", help="layers read between two steps of others (4)"
+        "--num-samples", type=int, default=1, metavar="N", help="answers to each prompt, with seeds from --seed"
+    )
+    p.add_argument(
+        "--pages",
+        type=int,
+        metavar="N",
+        help="of the whole pool; one has the slots of one head of one layer (default: enough for all lanes)",
+    )
+    p.add_argument(
+        "--prefill-layers", type=int, default=4, metavar="N", help="layers of a new prompt between two steps (4)"
     )
     p.add_argument(
         "--prefix",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="let prompts that begin alike share pages, where the cache keeps everything",
+        help="prompts that begin alike share pages, where the cache keeps everything (yes)",
     )
+    p.add_argument("--save-cache", type=Path, metavar="FILE", help="at the end, what was read and answered, as a cache")
+    p.add_argument("--load-cache", type=Path, metavar="FILE", help="go on from there: prompts are what follows")
     p.add_argument("--max-new-tokens", type=int, default=200)
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int)
@@ -1279,14 +1447,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.format == "help":
         print(caches.describe_formats())
         p.exit()
-    args.spec = caches.build(
-        args.cache,
-        budget=args.budget,
-        bits=args.bits,
-        format=args.format,
-        residual=args.residual,
-        page_size=args.page_size,
-    )
+    args.saved = None if args.load_cache is None else Saved(args.load_cache)
+    names = ("cache", "budget", "bits", "format", "residual")
+    for name, value in zip(names, args.saved.cache if args.saved else (), strict=False):
+        if getattr(args, name) not in (p.get_default(name), value) and str(getattr(args, name)) != str(value):
+            raise UsageError(
+                f"--{name} {getattr(args, name)}: --load-cache {args.load_cache} has {value}; drop one of them"
+            )
+        setattr(args, name, value)
+    args.spec = caches.build(args.cache, **{name: getattr(args, name) for name in names[1:]}, page_size=args.page_size)
     args.device = pick_device(args.device)
     check(args)
     args.params = argparse.Namespace(
@@ -1295,6 +1464,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.text = None if args.prompt_file is None else read_file(args.prompt_file)
     args.batch = batch(args)
     check_batch(args)
+    check_saved(args)
     return args
 
 
@@ -1362,6 +1532,25 @@ def check_params(args: argparse.Namespace) -> None:
     ignored = args.temperature == 0 and (args.top_k is not None or args.top_p is not None)
     refuse(ignored, "--top-k and --top-p do nothing at --temperature 0, which is greedy; give a temperature above 0")
     refuse(not 0 <= args.seed < 2**63, f"--seed {args.seed}: give a number from 0 up, below 2^63")
+
+
+def check_saved(args: argparse.Namespace) -> None:
+    for flag, path in {"--save-cache": args.save_cache, "--load-cache": args.load_cache}.items():
+        if path is not None and args.batch:
+            raise UsageError(f"{flag} {path}: a file is of one conversation; give one prompt")
+    if args.saved:
+        if args.system is not None:
+            raise UsageError("--system: the conversation of --load-cache has begun; drop it")
+        if args.chat not in (None, args.saved.chat):
+            kind = "a chat" if args.saved.chat else "plain text"
+            raise UsageError(f"--{'chat' if args.chat else 'raw'}: --load-cache {args.load_cache} is {kind}; drop it")
+        args.chat = args.saved.chat
+        if args.interactive and not args.chat:
+            raise UsageError(
+                f"--interactive is a chat, and --load-cache {args.load_cache} is plain text; give --prompt"
+            )
+    if args.save_cache is not None:
+        check_writable(args.save_cache, "--save-cache")
 
 
 def check_batch(args: argparse.Namespace) -> None:

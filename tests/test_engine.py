@@ -139,6 +139,40 @@ def test_a_pool_for_two_and_a_half_of_four(name, bits, form, model):
     assert engine.pool.used == 1
 
 
+def test_codes_that_were_left_behind_are_not_read_instead(model):
+    """Few bits, and prefixes are looked for: who makes way reads its prompt anew, and says the same."""
+    kind = build("full", bits=2, residual=0, page_size=16)
+    requests = [(text(60, i), Params(70, 0.7, seed=i)) for i in range(4)]
+    want = [run(Engine(model, kind, 4, 512, prefix=False), [request])[0] for request in requests]
+    engine = Engine(model, kind, 4, 512, pages=int(2.5 * Engine(model, kind, 4, 512).need(60, 69)))
+    assert run(engine, requests) == want
+    assert engine.preempted > 0
+
+
+def test_a_prompt_is_read_while_lanes_take_the_last_pages(model):
+    """What was promised to the prompt that is being read, nobody else takes; else it would find nothing at its end."""
+    kind = build(page_size=4)
+    requests = [(text(10, 1), Params(90)), (text(120, 2), Params(3)), (text(11, 3), Params(60))]
+    sizes = Engine(model, kind, 2, 512)
+    engine = Engine(model, kind, 2, 512, pages=sizes.need(10, 6) + sizes.need(120, 3), prefill_layers=1, prefix=False)
+    assert run(engine, requests) == alone(model, kind, requests, 2)
+
+
+def test_endless_text_has_as_many_pages_as_its_window(model):
+    """Ten million tokens to come, of which a model of 512 positions holds 448 at a time."""
+    engine = Engine(model, build("streaming", page_size=16), 2, 10**7)
+    assert len(engine.pool.refs) == 1 + 2 * 3 * 3 * 448 // 16
+    assert engine.submit(text(20, 1), Params(10**6)) == 0
+    for _ in range(600):
+        engine.step()
+    assert engine.pool.used == 1 + 3 * 3 * -(-build("streaming").policy().least() // 16)
+
+
+def test_more_pages_than_memory_are_refused(model):
+    with pytest.raises(UsageError, match=r"--pages 1000000000000: they take .* GB, and .* are free; give at most"):
+        Engine(model, build(), pages=10**12)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Prefixes
 
@@ -359,6 +393,7 @@ def test_stop_ids_and_lengths(model):
     assert run(Engine(model, kind, 2, 512), [(text(20, 1), Params(20, stop_ids=(stop,)))]) == [long[: first + 1]]
     assert run(Engine(model, kind, 2, 512), [(text(20, 1), Params(1))]) == [long[:1]]
     assert run(Engine(model, kind, 2, 512), [(text(20, 1), Params(0))]) == [[]]
+    assert run(Engine(model, spec("full", page=64), 1, 64), [(text(64, 1), Params(0))]) == [[]]
     assert Engine(model, kind, 2, 512).generate([text(20, 1)] * 2, Params(3)) == [long[:3]] * 2
 
 

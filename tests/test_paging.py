@@ -145,7 +145,7 @@ class Sequences:
         self.pool, self.page, self.random = Pool(page, pages, "cpu"), page, random.Random(seed)
         self.layout = Paged(self.LANES, self.HEADS, self.pool, "cpu")
         self.layout.allocate(512)
-        self.part = self.pool.part(("tokens",), torch.zeros(self.pool.lanes, 1, dtype=torch.int64))
+        self.part = self.pool.part(("tokens",), torch.zeros(self.pool.chunk, 1, dtype=torch.int64))
         self.texts: list[list[int] | None] = [None] * self.LANES
 
     def write(self, lane: int, first: int) -> None:
@@ -242,14 +242,16 @@ class Sequences:
                 assert ((content[page] - h) // 2).tolist() == list(block.tokens)
 
 
-@pytest.mark.parametrize("constant", [False, True])
+HASHES = {"good": caches.chained, "constant": lambda parent, tokens: 0, "forgetful": lambda parent, tokens: tokens}
+
+
+@pytest.mark.parametrize("kind", HASHES)
 @pytest.mark.parametrize("page", [1, 3, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_operations(seed, page, constant):
+def test_random_operations(seed, page, kind):
     """10,000 of them: counts add up, nothing is written to that others read, no hash leads to other content."""
     s = Sequences(page, 400 // page + 8, seed)
-    if constant:
-        s.pool.prefixes.hash = lambda parent, tokens: 0
+    s.pool.prefixes.hash = HASHES[kind]
     ways = [s.admit, s.append, s.append, s.append, s.append, s.fork, s.leave]
     for i in range(10_000):
         s.random.choice(ways)()
@@ -258,7 +260,7 @@ def test_random_operations(seed, page, constant):
         s.leave()
     s.check(True)
     assert s.pool.used == sum(s.pool.refs) == 0
-    assert constant or page > 16 or s.pool.prefixes.blocks
+    assert kind == "constant" or page > 16 or s.pool.prefixes.blocks
 
 
 def test_pages_come_back_oldest_first_and_tails_before_heads():
@@ -297,6 +299,16 @@ def test_a_hash_only_says_where_to_look():
     pool.prefixes.publish([3, 4], [pool.claim(1)])
     assert pool.prefixes.find([1, 2, 3]) == []
     assert len(pool.prefixes.find([3, 4, 5])) == 1
+
+
+def test_a_block_follows_its_own_parent_only():
+    """A hash that forgets what came before: the same tokens after others are not taken for it."""
+    pool = Pool(2, 8, "cpu")
+    pool.prefixes.hash = lambda parent, tokens: tokens
+    pool.prefixes.publish([1, 2, 7, 7], [pool.claim(2)])
+    pool.prefixes.publish([3, 4], [pool.claim(1)])
+    assert len(pool.prefixes.find([3, 4, 7, 7, 9])) == 1
+    assert len(pool.prefixes.find([1, 2, 7, 7, 9])) == 2
 
 
 def test_the_same_tokens_after_others_are_another_block():
