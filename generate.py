@@ -220,6 +220,7 @@ class Conversation:
         """The model's caches hold what the file says, if there is one."""
         if not self.saved:
             return
+        began = time.perf_counter()
         name = f"--load-cache {self.args.load_cache}"
         if self.saved.model != fingerprint(model):
             raise UsageError(f"{name}: it is of another model, or of these weights in another --dtype or --weights")
@@ -230,6 +231,7 @@ class Conversation:
                 )
         except (ValueError, KeyError, RuntimeError) as error:
             raise UsageError(f"{name}: its layer {i} does not fit this cache ({error}); make it anew") from None
+        self.saved.seconds += time.perf_counter() - began
 
     def save(self, path: Path, model: Transformer) -> None:
         """All or nothing: whatever happens, path is what it was before or this."""
@@ -257,7 +259,7 @@ class Saved:
     def __init__(self, path: Path):
         from safetensors import SafetensorError, safe_open
 
-        name = f"--load-cache {path}"
+        name, began = f"--load-cache {path}", time.perf_counter()
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
@@ -275,6 +277,7 @@ class Saved:
                 f"{name}: of format {header['version']}, and this program reads {Conversation.VERSION}; make it anew"
             )
         self.model, self.cache, self.said, self.chat = (header[k] for k in ("model", "cache", "said", "chat"))
+        self.seconds = time.perf_counter() - began  # that it took to read, and then to put in place
 
     @staticmethod
     def checksum(text: str, tensors: dict[str, Tensor]) -> str:
@@ -953,6 +956,7 @@ class Report:
             },
             "time": {
                 "load_s": self.load_s,
+                **({"restore_s": args.saved.seconds} if args.saved else {}),
                 "compile_s": self.compile_s,
                 "prefill_s": self.prefill_s,
                 "decode_s": self.decode_s,
@@ -982,7 +986,9 @@ class Report:
             + (f"; {c['pages_used']:,} of {c['pages']:,} pages" if "pages" in c else ""),
             f"speed    prefill {show(t['prefill_tok_s'], 'tok/s')}; decode {show(t['decode_tok_s'], 'tok/s')}, "
             f"{show(t['decode_gb_s'], 'GB/s')}",
-            f"time     load {t['load_s']:.1f} s, prefill {t['prefill_s']:.1f} s, compile {t['compile_s']:.1f} s, "
+            f"time     load {t['load_s']:.1f} s, "
+            + (f"of it the cache {t['restore_s']:.2f} s, " if "restore_s" in t else "")
+            + f"prefill {t['prefill_s']:.1f} s, compile {t['compile_s']:.1f} s, "
             f"decode {t['decode_s']:.1f} s",
         ]
         if self.health:
