@@ -240,9 +240,8 @@ class Conversation:
         states = [layer.attention.cache.state() for layer in model.layers]
         tensors = {f"{i}.{name}": x.cpu().contiguous() for i, s in enumerate(states) for name, x in s.items()}
         said = {name: getattr(self, name) for name in ("messages", "seen", "unread", "tokens")}
-        header = {"version": self.VERSION, "model": fingerprint(model), "cache": self.args.spec.given, "said": said}
-        header |= {"chat": self.args.chat}
-        text = json.dumps(header)
+        header = self.VERSION, fingerprint(model), self.args.spec.given, said, self.args.chat
+        text = json.dumps(dict(zip(Saved.HEADER, header, strict=True)))
         part = part_file(path.resolve())
         try:
             save_file(tensors, part, {"kv-fast": text, "checksum": Saved.checksum(text, tensors)})
@@ -255,6 +254,8 @@ class Conversation:
 
 class Saved:
     """A file that `Conversation.save` wrote, read and checked."""
+
+    HEADER = ("version", "model", "cache", "said", "chat")
 
     def __init__(self, path: Path):
         from safetensors import SafetensorError, safe_open
@@ -271,12 +272,15 @@ class Saved:
         text = about.get("kv-fast", "")
         if about.get("checksum") != self.checksum(text, self.tensors):
             raise UsageError(f"{name}: damaged, or not what --save-cache writes (its checksum is wrong); make it anew")
-        header = json.loads(text)
-        if header["version"] != Conversation.VERSION:
+        try:
+            header = json.loads(text)
+            version, self.model, self.cache, self.said, self.chat = map(header.__getitem__, self.HEADER)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            version = None  # whoever made it, and a checksum for it
+        if version != Conversation.VERSION:
             raise UsageError(
-                f"{name}: of format {header['version']}, and this program reads {Conversation.VERSION}; make it anew"
+                f"{name}: of format {version}, and this program reads {Conversation.VERSION}; make it anew"
             )
-        self.model, self.cache, self.said, self.chat = (header[k] for k in ("model", "cache", "said", "chat"))
         self.seconds = time.perf_counter() - began  # that it took to read, and then to put in place
 
     @staticmethod
@@ -519,6 +523,7 @@ class Engine:
         pages: of the pool, one head of one layer each, by default enough for all lanes at their longest; prefix: may
         prompts that begin alike share pages? With fewer than 16 bits what follows is then read on top of the codes, as
         a second turn of a chat is."""
+        assert max_batch >= 1
         args, weight = model.args, model.norm.weight
         self.model, self.spec = model, cache if cache.page else replace(cache, page=self.PAGE)
         self.max_seq_len, self.prefill_layers = max_seq_len or args.max_seq_len, prefill_layers

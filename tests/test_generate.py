@@ -638,6 +638,21 @@ def test_pages_of_one_prompt(cli):
     assert "pages" in paged[2]
 
 
+@pytest.mark.parametrize("cache", [["full"], ["adakv:window=8", "--budget", "60"], ["h2o", "--budget", "60"]])
+def test_a_conversation_on_pages(cli, monkeypatch, cache):
+    """Turn by turn the same answers, and pages for what is held and the room for an answer, no more."""
+    flags = ["--interactive", "--cache", *cache, "--bits", "4", "--max-new-tokens", "9"]
+    seen = {}
+    for page in ("0", "16"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT.strip()}\nWhy?\nAnd then?\n"))
+        seen[page] = cli(*flags, "--page-size", page)
+        assert seen[page][0] == 0
+    assert seen["0"][1] == seen["16"][1]
+    c = seen["16"][3]["cache"]
+    slots = sum(3 * n for n in c["slots_per_layer"])
+    assert c["pages_used"] * 16 <= slots + 9 * 16
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

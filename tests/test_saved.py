@@ -193,3 +193,16 @@ def test_what_a_file_says_of_itself(saved):
     assert header["said"]["seen"] > 11
     assert {f"{i}.slot_pos" for i in range(3)} < names
     assert not any("table" in name for name in names)
+
+
+def test_a_file_without_what_it_should_say(cli, saved):
+    """A right checksum is no proof of a right content."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(saved)
+    for text in ("", "[]", "{}", '{"version": 1}'):
+        save_file(tensors, saved, {"kv-fast": text, "checksum": g.Saved.checksum(text, tensors)})
+        code, out, err = cli("--load-cache", str(saved), "--prompt", "Hi")
+        assert code == 2
+        assert not out
+        assert len(err.splitlines()) == 1
