@@ -65,7 +65,7 @@ def requests():
     """Prompts of one token to many more than a budget, one that ends at once, greedy ones and sampled ones."""
     draw = random.Random(1)
     lengths = [1, 5, 200, 57, 56, 55, 30, 120, 64, 80, 3]
-    params = [Params(draw.randrange(1, 40), draw.choice([0.0, 0.8]), seed=i) for i in range(len(lengths))]
+    params = [Params(draw.randrange(1, 25), draw.choice([0.0, 0.8]), seed=i) for i in range(len(lengths))]
     return [(text(n, n), p) for n, p in zip(lengths, params, strict=True)]
 
 

@@ -245,9 +245,8 @@ class Sequences:
 HASHES = {"good": caches.chained, "constant": lambda parent, tokens: 0, "forgetful": lambda parent, tokens: tokens}
 
 
-@pytest.mark.parametrize("kind", HASHES)
+@pytest.mark.parametrize(("seed", "kind"), [(0, "good"), (1, "good"), (2, "good"), (3, "constant"), (4, "forgetful")])
 @pytest.mark.parametrize("page", [1, 3, 16, 64])
-@pytest.mark.parametrize("seed", range(3))
 def test_random_operations(seed, page, kind):
     """10,000 of them: counts add up, nothing is written to that others read, no hash leads to other content."""
     s = Sequences(page, 400 // page + 8, seed)

@@ -33,9 +33,9 @@ def test_restored_is_never_saved(name, form, bits, residual):
     """Bit for bit, whatever the layouts: logits of a second turn and of steps, and what is held afterwards."""
     model, ids = tiny_model(n_layer=2), tokens(150)
     budget = None if name == "full" else 160 if form == "kivi" else 64
-    for before, after in LAYOUTS:
-        if form == "kivi" and (before % 32 or after % 32):
-            continue
+    layouts = [(0, 64), (64, 32)] if form == "kivi" else LAYOUTS
+    turn = POLICIES.index(name) + len(form)  # two of them here, all of them among the formats and policies
+    for before, after in (layouts[turn % len(layouts)], layouts[(turn + 2) % len(layouts)]):
         try:
             old, new = (
                 build(name, budget=budget, bits=bits, format=form, residual=residual, page_size=page)
