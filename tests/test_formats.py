@@ -171,7 +171,7 @@ def test_dot_and_mix_read_what_decode_says(name, bits):
         return  # the one policy that reads single keys is refused
     b, h = caches.rows(torch.zeros(2, 3, 4))
     slot = torch.tensor([3, 31, 32, 69]).expand(2, 3, 4)
-    torch.testing.assert_close(c.k_store.at(c.layout.locate(b, h, slot)), caches.take(k, slot), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(c.k_store.at((b, h, slot)), caches.take(k, slot), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name,bits", EVERY)
@@ -274,7 +274,7 @@ def test_nvfp4_keeps_the_prompts_unit():
     c.reset()
     assert torch.equal(c.k_store.whole, torch.ones(1, 3))
     huge = torch.full((1, 3, 1, 20), 1e4)
-    c.k_store.put(c.layout.locate(*caches.rows(torch.zeros(1, 3, 1)), torch.zeros(1, 3, 1, dtype=torch.long)), huge)
+    c.k_store.put((*caches.rows(torch.zeros(1, 3, 1)), torch.zeros(1, 3, 1, dtype=torch.long)), huge)
     assert c.k_store.decoded().isfinite().all() and c.k_store.decoded().max() < 1e4
 
 
