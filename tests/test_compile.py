@@ -345,7 +345,6 @@ def test_several_sequences_are_replayed_in_bf16():
         ("adakv:window=4,kernel=3", "nvfp4", 4, torch.float32, 32),
         ("pyramid:window=4,kernel=3", "kivi", 4, torch.float32, 32),
         ("streaming:sink=2", "auto", 8, torch.bfloat16, 1),
-        ("keydiff:sink=2", "auto", 16, torch.float32, 16),
     ],
 )
 def test_compiled_is_eager_on_pages(name, form, bits, dtype, page):
