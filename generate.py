@@ -8,6 +8,7 @@ network.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -242,14 +243,10 @@ class Conversation:
         said = {name: getattr(self, name) for name in ("messages", "seen", "unread", "tokens")}
         header = self.VERSION, fingerprint(model), self.args.spec.given, said, self.args.chat
         text = json.dumps(dict(zip(Saved.HEADER, header, strict=True)))
-        part = part_file(path.resolve())
-        try:
+        with all_or_nothing(path.resolve()) as part:
             save_file(tensors, part, {"kv-fast": text, "checksum": Saved.checksum(text, tensors)})
             with open(part, "rb+") as file:
                 os.fsync(file.fileno())
-            part.replace(path.resolve())
-        finally:
-            part.unlink(missing_ok=True)
 
 
 class Saved:
@@ -1238,9 +1235,16 @@ def write_json(path: Path, data: dict) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
+    with all_or_nothing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def all_or_nothing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of path when all of it is written."""
     part = part_file(path)
     try:
-        part.write_text(text, encoding="utf-8")
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -852,7 +852,6 @@ SOURCE = r"""
 
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
-template <int R>
 BF16 static inline __m512bh load(const uint16_t* at, __mmask32 mask) {
     return (__m512bh)_mm512_maskz_loadu_epi16(mask, at);
 }
@@ -870,9 +869,9 @@ BF16 static void rows(const uint16_t* x, const uint16_t* w, float* y, int64_t O,
             const __mmask32 mask = I - i >= 32 ? ~0u : (1u << (I - i)) - 1;
             _mm_prefetch((const char*)(u + i) + 9216, _MM_HINT_T0);
             _mm_prefetch((const char*)(v + i) + 9216, _MM_HINT_T0);
-            const __m512bh p = load<R>(u + i, mask), q = load<R>(v + i, mask);
+            const __m512bh p = load(u + i, mask), q = load(v + i, mask);
             for (int r = 0; r < R; r++) {
-                const __m512bh z = load<R>(x + r * I + i, mask);
+                const __m512bh z = load(x + r * I + i, mask);
                 a[r] = _mm512_dpbf16_ps(a[r], z, p);
                 b[r] = _mm512_dpbf16_ps(b[r], z, q);
             }
@@ -911,7 +910,7 @@ def build_few_rows() -> None:
         function(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
 
     def few_rows(x: Tensor, weight: Tensor) -> Tensor:
-        y = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+        y = few_rows_shape(x, weight)
         call(x, weight, y)
         for calls in RECORDING:
             calls.append((call, [x, weight, y]))
