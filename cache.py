@@ -43,6 +43,7 @@ import kernels
 from kernels import CHUNK
 
 RESIDUAL = 128  # newest tokens that a quantized cache also holds exactly, unless told otherwise (KIVI's, 2402.02750)
+SCRATCH = ("layout.table", "selection.chosen")  # buffers of a cache that say nothing of what it holds
 SINK = 4  # first tokens that it also holds exactly: their keys are unlike all others and take much of the attention
 
 
@@ -71,13 +72,15 @@ class KVCache(nn.Module):
         layout: "Dense",
         residual: "Residual | None",
         plan: Callable[[int], int],
+        selection: "Selection | None" = None,
     ):
         """plan: length of a prompt -> how many slots this layer may give to it."""
         super().__init__()
         self.layout, self.policy, self.k_store, self.v_store = layout, policy, k_store, v_store
-        self.residual, self.plan = residual, plan
+        self.residual, self.plan, self.selection = residual, plan, selection
         self.room, self.origin = 0, None
         self.unit = policy.unit = max(k_store.unit, v_store.unit)
+        self.whole = self.unit if selection is None else CHUNK  # slots are allocated in multiples of that
         # For whoever measures: watch(cache, q, k, v, pos), arguments as for `Policy.admit`, is called after a prompt or
         # a chunk of one was stored, while its full keys and values are still there.
         self.watch: Callable | None = None
@@ -91,6 +94,8 @@ class KVCache(nn.Module):
         self.k_store.begin(k, pos == 0)
         self.v_store.begin(v, pos == 0)
         slot = self.policy.place(self, q, k, v, pos)
+        if self.selection is not None:
+            self.selection.add(slot, k, self.slot_pos)
         self.put(slot, k, v, pos)
         self.policy.measure(self, slot)
         y, mass = self.attend(q.unflatten(1, (k.shape[1], -1)).squeeze(3), pos[:, 0])
@@ -117,7 +122,7 @@ class KVCache(nn.Module):
             self.k_store.begin(k)
             self.v_store.begin(v)
         slot = self.policy.admit(self, q, k, v, pos, live)
-        need = -(-(int(slot.max()) + 1 + self.room) // self.unit) * self.unit
+        need = -(-(int(slot.max()) + 1 + self.room) // self.whole) * self.whole
         if need > self.slot_pos.shape[2] and self.policy.appends:
             self.allocate(need)  # heads that share a budget: only now is it known what the largest wants
         if self.policy.appends:
@@ -126,6 +131,8 @@ class KVCache(nn.Module):
             self.layout.hold(self.policy.capacity[:, None].expand(slot.shape[:2]))
         self.put(slot, k[:, :, -q.shape[2] :], v, pos)
         self.policy.measure(self)
+        if self.selection is not None:
+            self.selection.measure(self.k_store, self.slot_pos)
         if self.watch is not None:
             self.watch(self, q, k, v, pos)
 
@@ -147,19 +154,23 @@ class KVCache(nn.Module):
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
         q = kernels.written(q.float() * q.shape[-1] ** -0.5)
+        chunks, slot_pos = None, self.slot_pos
+        if self.selection is not None and self.selection.chosen.shape[2]:
+            chunks = self.selection(q, slot_pos, [*self.k_store.stored, *self.v_store.stored], self.layout.table)
+            slot_pos = pick(slot_pos.unflatten(2, (-1, CHUNK)), chunks).flatten(2)
         stores = self.k_store.written(), self.v_store.written()
         if kernels.has_kernel(q) and None not in stores:
-            return self.attend_written(q, pos, *stores)
-        live = self.slot_pos >= 0
+            return self.attend_written(q, pos, *stores, slot_pos, chunks)
+        live = slot_pos >= 0
         if self.residual is not None:  # a token that is held exactly is read there, not from its codes
-            live = live & ~self.residual.covers(self.slot_pos, pos)
-        scores = [self.k_store.dot(q, live)]
+            live = live & ~self.residual.covers(slot_pos, pos)
+        scores = [self.k_store.dot(q, live, chunks)]
         if self.residual is not None:
             scores.append(self.residual.dot(q))
         if self.policy.relative and self.policy.sink:
             scores = self.ask_sinks(self.nearer(q, pos + 1), live, scores)
         weights, total = kernels.softmax(scores)
-        y = self.v_store.mix(weights[0])
+        y = self.v_store.mix(weights[0], chunks)
         if self.residual is not None:
             y = y + self.residual.mix(weights[1])
         y = kernels.written(y / total)
@@ -171,17 +182,28 @@ class KVCache(nn.Module):
         return y, mass
 
     def attend_written(
-        self, q: Tensor, pos: Tensor, k: kernels.Written, v: kernels.Written
+        self,
+        q: Tensor,
+        pos: Tensor,
+        k: kernels.Written,
+        v: kernels.Written,
+        slot_pos: Tensor,
+        chunks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend` by one kernel: q [B,H,G,D] float32, scaled."""
+        """`attend` by one kernel: q [B,H,G,D] float32, scaled; slot_pos of all slots, or of those of some chunks."""
         ring, near, sinks = self.residual, None, 0
+        table = self.layout.places(chunks, k.codes.shape[2])
+        if chunks is not None:
+            k, v = (
+                w.picked(pick(w.opened, chunks) if w.opened is not None else None, self.layout.pool) for w in (k, v)
+            )
         if self.policy.relative and self.policy.sink:
             near, sinks = self.nearer(q, pos + 1).contiguous(), self.policy.sink
         if ring is not None:
             ring = kernels.Ring(q, near, ring.k, ring.v, ring.slot, ring.length, ring.sink)
         asked = [x if x is None else self.k_store.query(x).contiguous() for x in (q, near)]
         y, lse, logits, rest = kernels.attend(
-            asked[0], k, v, self.slot_pos, pos, ring, asked[1], sinks, self.policy.learns, self.layout.table
+            asked[0], k, v, slot_pos, pos, ring, asked[1], sinks, self.policy.learns, table
         )
         share, whole = kernels.merge(lse)
         y = y * share[..., None]
@@ -235,8 +257,8 @@ class KVCache(nn.Module):
             size = policy.capacity.tolist() if slots else prompts
             need = [min(self.plan(T), most) if new else n for T, new, n in zip(prompts, begins, size, strict=True)]
         # Whole units: a policy that evicts has at most as many slots as it was given, one that appends at least.
-        up = self.unit - 1 if policy.appends else 0
-        need = [(n + up) // self.unit * self.unit for n in need]
+        up = self.whole - 1 if policy.appends else 0
+        need = [(n + up) // self.whole * self.whole for n in need]
         wanted = max(need) if all(begins) else max(slots, *need)
         self.layout.expect(wanted if policy.appends else max(need), len(need))
         if wanted != slots:
@@ -261,6 +283,8 @@ class KVCache(nn.Module):
         self.slot_pos = resized(self.slot_pos, 2, slots, -1)
         for store in (self.k_store, self.v_store):
             store.allocate(self.layout, slots)
+        if self.selection is not None:
+            self.selection.allocate(self.layout, slots)
 
     def lane(self, row: int) -> "KVCache":
         """Sequence `row` alone: a cache of one sequence in the same memory. State is only ever mutated in place."""
@@ -282,7 +306,7 @@ class KVCache(nn.Module):
         self.reset([row])
         mine = self.rows()
         for name, theirs in other.rows().items():
-            if name != "layout.table":
+            if name not in SCRATCH:
                 part = mine[name][row]
                 part[tuple(map(slice, theirs.shape[1:]))] = theirs[0]
         if self.policy.appends:
@@ -292,22 +316,24 @@ class KVCache(nn.Module):
     def resume(self, pages: list[list[int]], tokens: int) -> None:
         """A cache of one sequence begins with `tokens` tokens that each head's pages hold already."""
         self.reset([0])
-        self.allocate(tokens)
+        self.allocate(-(-tokens // self.whole) * self.whole)
         for h, held in enumerate(pages):
             self.layout.pages[0][h] += held
             self.layout.enter(0, h)
         self.slot_pos[0, :, :tokens] = torch.arange(tokens, dtype=torch.int32, device=self.slot_pos.device)
         self.policy.count.fill_(tokens)
+        if self.selection is not None:
+            self.selection.measure(self.k_store, self.slot_pos)
 
     def state(self) -> dict[str, Tensor]:
         """All that a cache of one sequence holds, as tensors that do not depend on the layout. (A policy that appends
         gives back the room that it has not used.)"""
         if self.policy.appends:
             used = int(self.filled().max())
-            self.allocate(-(-max(used, 1) // self.unit) * self.unit)
+            self.allocate(-(-max(used, 1) // CHUNK) * CHUNK)
         stored = self.parts()
-        own = {name: x[0] for name, x in self.rows().items() if name != "layout.table" and name not in stored}
-        return own | {name: store.parts[i][0] for name, (store, i) in stored.items()}
+        own = {name: x[0] for name, x in self.rows().items() if name not in SCRATCH and name not in stored}
+        return own | {name: store.parts()[i][0] for name, (store, i) in stored.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """A cache of one sequence holds what `state` says. Raises ValueError or KeyError where that does not fit."""
@@ -315,7 +341,7 @@ class KVCache(nn.Module):
         self.reset([0])
         stored = self.parts()
         for name, x in self.rows().items():
-            if name != "layout.table" and name not in stored:
+            if name not in SCRATCH and name not in stored and (name in state or name != "selection.bounds"):
                 mine, theirs = x[0], state[name]
                 ring = name.startswith("residual.")  # a longer or shorter one has the same tokens in its first rows
                 if (
@@ -330,10 +356,12 @@ class KVCache(nn.Module):
             self.filled() if self.policy.appends else self.policy.capacity[:, None].expand_as(self.filled())
         )
         for name, (store, i) in stored.items():
-            mine, theirs = store.parts[i][0], state[name]
+            mine, theirs = store.parts()[i][0], state[name]
             if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
                 raise ValueError(name)
             self.layout.fill(store.stored[i], theirs, store.slots_last(i))
+        if self.selection is not None and "selection.bounds" not in state:
+            self.selection.measure(self.k_store, self.slot_pos)
 
     def parts(self) -> "dict[str, tuple[Store, int]]":
         """Names of the stores' parts, and which those are."""
@@ -407,6 +435,11 @@ def vacate(slot_pos: Tensor, slot: Tensor, unit: int, b: Tensor | None = None, h
     own = slot[..., None]  # any other slot only empties itself, and is written next
     emptied = torch.where(own % unit == 0, own + torch.arange(unit, device=slot.device), own)
     slot_pos[b[..., None], h[..., None], emptied] = -1
+
+
+def pick(x: Tensor, chunks: int | Tensor | None) -> Tensor:
+    """Of x [B,H,n,..] those entries that chunks [B,H,m] names, or the first so many, or all."""
+    return x[(*rows(chunks), chunks)] if isinstance(chunks, Tensor) else x[:, :, :chunks]
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -957,10 +990,9 @@ class Store(nn.Module):
         """The buffers, in which the layout says where a slot is."""
         return tuple(getattr(self, name) for name in self.names)
 
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """The same as if every sequence had its own: [B,H,n,d,C] or [B,H,n,C,d]."""
-        return tuple(self.layout.view(part, self.slots_last(i)) for i, part in enumerate(self.stored))
+    def parts(self, chunks: int | Tensor | None = None) -> tuple[Tensor, ...]:
+        """The same as if every sequence had its own, [B,H,n,d,C] or [B,H,n,C,d]: all chunks or some, as in `pick`."""
+        return tuple(self.layout.view(part, self.slots_last(i), chunks) for i, part in enumerate(self.stored))
 
     @property
     def pooled(self) -> list[str]:
@@ -994,9 +1026,9 @@ class Store(nn.Module):
         for i, (part, code) in enumerate(zip(self.stored, self.encode(x), strict=True)):
             part[(*chunk, slice(None), lane) if self.slots_last(i) else (*chunk, lane)] = code
 
-    def decoded(self) -> Tensor:
-        """All slots, [B,H,n,C,D]."""
-        return self.decode(*(part.mT if self.slots_last(i) else part for i, part in enumerate(self.parts)))
+    def decoded(self, chunks: int | Tensor | None = None) -> Tensor:
+        """All slots, [B,H,n,C,D], or those of some chunks."""
+        return self.decode(*(part.mT if self.slots_last(i) else part for i, part in enumerate(self.parts(chunks))))
 
     def read(self) -> Tensor:
         """All slots, [B,H,n*C,D], in the model's dtype."""
@@ -1021,13 +1053,14 @@ class Store(nn.Module):
         """A sum y [B,H,R,D] of values as they are written, as one of values."""
         return y
 
-    def dot(self, q: Tensor, live: Tensor, chunks: int | None = None) -> Tensor:
-        """q [B,H,G,D] float32, live [B,H,S] -> scores [B,H,G,n*C] of all chunks or the first, -inf where not live."""
-        return kernels.dot(q, [self.decoded().mT[:, :, :chunks, None].float()], live)
+    def dot(self, q: Tensor, live: Tensor, chunks: int | Tensor | None = None) -> Tensor:
+        """q [B,H,G,D] float32, live [B,H,S] -> scores [B,H,G,n*C], -inf where not live: of all chunks, or of some, as
+        in `pick`, whose slots `live` then is of."""
+        return kernels.dot(q, [self.decoded(chunks).mT[:, :, :, None].float()], live)
 
-    def mix(self, p: Tensor) -> Tensor:
-        """p [B,H,G,n*C] float32 -> weighted sum of the values [B,H,G,D]."""
-        return kernels.mix(p, [self.decoded().unsqueeze(4).float()])
+    def mix(self, p: Tensor, chunks: Tensor | None = None) -> Tensor:
+        """p [B,H,G,n*C] float32 -> weighted sum of the values [B,H,G,D], of all chunks or some."""
+        return kernels.mix(p, [self.decoded(chunks).unsqueeze(4).float()])
 
 
 class Codes(Store):
@@ -1091,11 +1124,11 @@ class Codes(Store):
         return [x if x is None else x.mT for x in self.shared(*(part.mT for part in rest))]
 
     def dot(self, q, live, chunks=None):
-        codes, *rest = (part[:, :, :chunks] for part in self.parts)
+        codes, *rest = self.parts(chunks)
         return kernels.dot(self.query(q), self.planes(codes, -2), live, *self.across(rest))
 
-    def mix(self, p):
-        codes, *rest = self.parts
+    def mix(self, p, chunks=None):
+        codes, *rest = self.parts(chunks)
         return self.value(kernels.mix(p, self.planes(codes, -1), *self.across(rest)))
 
     def query(self, q):
@@ -1161,8 +1194,8 @@ class Scaled(Codes):
     def put(self, where, x):
         super().put(where, x / self.whole[where[0], where[1]][..., None])
 
-    def decoded(self):
-        return super().decoded() * self.whole[:, :, None, None, None]
+    def decoded(self, chunks=None):
+        return super().decoded(chunks) * self.whole[:, :, None, None, None]
 
     def at(self, where):
         return super().at(where) * self.whole[where[0], where[1]][..., None]
@@ -1318,11 +1351,12 @@ class KIVIKeys(KIVIStore):
     def close(self, done):
         self.open.masked_fill_(done[..., None], False)
 
-    def decoded(self):
-        return torch.where(self.open[..., None, None], self.exact[:, :, None].float(), super().decoded())
+    def decoded(self, chunks=None):
+        is_open = pick(self.open, chunks)[..., None, None]
+        return torch.where(is_open, self.exact[:, :, None].float(), super().decoded(chunks))
 
     def dot(self, q, live, chunks=None):
-        codes, scale_zero, is_open = (part[:, :, :chunks] for part in (*self.parts, self.open))
+        codes, scale_zero, is_open = *self.parts(chunks), pick(self.open, chunks)
         scale, zero = scale_zero[..., 0].float().chunk(2, -1)  # [B,H,n,D]
         scaled = kernels.written(q.unsqueeze(3) * scale.unsqueeze(2))  # [B,H,G,n,D]: scales go into the query
         everywhere = live.new_ones(*live.shape[:2], codes.shape[2] * CHUNK)
@@ -1431,6 +1465,67 @@ class Residual(nn.Module):
         return torch.where(held, exact_k, k), torch.where(held, exact_v, v)
 
 
+class Selection(nn.Module):
+    """Of all chunks, a step reads those whose keys can get the largest scores; nothing is evicted (Quest, 2406.10774).
+
+    bounds [B,H,N,2*D,C] has the largest and the least number of every channel of a chunk's keys, written down as keys
+    are: those of chunk j are in slot j. With them a query's scores are bounded by one product. The chunks of the sinks
+    and of the newest token are always read. All queries of a group read the same ones, which any of them asks for most.
+    """
+
+    LEAST = 3 * CHUNK  # tokens: the sinks' chunk, the newest, and one to decide about
+
+    def __init__(self, tokens: int | float, layout: "Dense", dim: int, dtype: torch.dtype, device):
+        """tokens: how many of each head's are read, rounded up to chunks, or a fraction of its slots."""
+        super().__init__()
+        self.tokens = tokens
+        bounds = torch.zeros(layout.batch, layout.heads, 0, 2 * dim, CHUNK, dtype=dtype, device=device)
+        self.register_buffer("bounds", bounds, persistent=False)
+        chosen = torch.zeros(layout.batch, layout.heads, 0, dtype=torch.int64, device=device)
+        self.register_buffer("chosen", chosen, persistent=False)
+
+    def allocate(self, layout: "Dense", slots: int) -> None:
+        """chosen [B,H,m]: the chunks that a step reads; none where those would be all."""
+        n = layout.chunks(slots)
+        tokens = self.tokens if isinstance(self.tokens, int) else max(round(self.tokens * slots), self.LEAST)
+        m = -(-tokens // CHUNK)
+        self.bounds = resized(self.bounds, 2, layout.chunks(n))
+        self.chosen = resized(self.chosen, 2, m if m < n else 0)
+
+    def forward(self, q: Tensor, slot_pos: Tensor, parts: list[Tensor], table: Tensor | None) -> Tensor:
+        """q [B,H,G,D] float32, slot_pos [B,H,S] -> the chunks [B,H,m] to read, in order. Slots were filled in order.
+
+        q . k is at most the sum of each channel's product with one bound or the other. parts, table: what is going to
+        be read, as `kernels.largest` takes it.
+        """
+        first = slot_pos[:, :, ::CHUNK]  # the position of each chunk's first token
+        q = kernels.written(torch.cat([q.clamp(min=0), q.clamp(max=0)], -1))
+        bound = kernels.dot(q, [self.bounds.unsqueeze(3).float()], first >= 0).amax(2)[..., : first.shape[2]]  # [B,H,n]
+        always = (first == 0) | (first == first.amax(-1, keepdim=True))
+        bound = bound.masked_fill(always, float("inf"))
+        return self.chosen.copy_(kernels.largest(bound, self.chosen.shape[2], parts, table))
+
+    def add(self, slot: Tensor, k: Tensor, slot_pos: Tensor) -> None:
+        """Before a token k [B,H,1,D] is put into slot [B,H,1]: it widens its chunk's bounds, or is the first there."""
+        (b, h), (chunk, lane) = rows(slot), (slot // CHUNK // CHUNK, slot // CHUNK % CHUNK)
+        fresh = ((slot % CHUNK == 0) & (slot_pos[b, h, slot] < 0))[..., None]
+        high, low = self.bounds[b, h, chunk, :, lane].chunk(2, -1)  # [B,H,1,D]
+        wider = torch.cat([torch.maximum(high, k), torch.minimum(low, k)], -1)
+        self.bounds[b, h, chunk, :, lane] = torch.where(fresh, torch.cat([k, k], -1), wider)
+
+    def measure(self, store: "Store", slot_pos: Tensor) -> None:
+        """After many were put: bounds of all chunks, of keys as they are stored."""
+        live = slot_pos.unflatten(2, (-1, CHUNK)) >= 0  # [B,H,n,C]
+        keys = store.decoded()[:, :, : live.shape[2]].to(self.bounds.dtype)  # [B,H,n,C,D]
+        high, low = (
+            f(keys.masked_fill(~live[..., None], e), 3) for f, e in ((torch.amax, -math.inf), (torch.amin, math.inf))
+        )
+        both = torch.cat([high, low], -1).masked_fill(~live.any(3)[..., None], 0)  # [B,H,n,2*D]
+        self.bounds.copy_(
+            F.pad(both, (0, 0, 0, self.bounds.shape[2] * CHUNK - both.shape[2])).unflatten(2, (-1, CHUNK)).mT
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Layout: where slot s of sequence b lives
 
@@ -1460,9 +1555,17 @@ class Dense(nn.Module):
         slots in a chunk."""
         return sequence, head, slot // CHUNK, slot % CHUNK
 
-    def view(self, part: Tensor, slots_last: bool) -> Tensor:
-        """A buffer of a store as [B,H,n,..], all chunks of all sequences."""
-        return part
+    def view(self, part: Tensor, slots_last: bool, chunks: int | Tensor | None = None) -> Tensor:
+        """A buffer of a store as [B,H,n,..]: all chunks of all sequences, or some, as in `pick`."""
+        return pick(part, chunks)
+
+    def places(self, chunks: Tensor | None, n: int) -> Tensor | None:
+        """Where a kernel finds chunks [B,H,m] of n, or all, if buffers [B,H,n,..] are taken for a pool's [B*H*n,..];
+        None: all, and where they are."""
+        if chunks is None:
+            return None
+        b, h = rows(chunks)
+        return ((b * self.heads + h) * n + chunks).int()
 
     def fill(self, part: Tensor, chunks: Tensor, slots_last: bool) -> None:
         """The inverse of `view`, for one sequence: chunks [H,n,..] of what is held."""
@@ -1501,13 +1604,19 @@ class Paged(Dense):
     def locate(self, sequence, head, slot):
         return self.table[sequence, head, slot // self.chunk], slot % self.chunk
 
-    def view(self, part, slots_last):
-        x = part[self.table]
-        if self.chunk == CHUNK or (self.chunk == 16 and torch.compiler.is_compiling()):
-            return x
-        x = (x.mT if slots_last else x).flatten(2, 3)  # few slots: they are put side by side
-        x = x[:, :, : x.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK)).contiguous()
-        return x.mT.contiguous() if slots_last else x
+    def view(self, part, slots_last, chunks=None):
+        some = isinstance(chunks, Tensor)
+        x = part[self.places(chunks if some else None, 0)]
+        if self.chunk < CHUNK and not (self.chunk == 16 and torch.compiler.is_compiling()):
+            x = (x.mT if slots_last else x).flatten(2, 3)  # few slots: they are put side by side
+            x = x[:, :, : x.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK)).contiguous()
+            x = x.mT.contiguous() if slots_last else x
+        return x if some else pick(x, chunks)
+
+    def places(self, chunks, n):
+        if chunks is None:
+            return self.table
+        return pick(self.table.unflatten(2, (-1, CHUNK // self.chunk)), chunks).flatten(2)
 
     def fill(self, part, chunks, slots_last):
         if self.chunk != CHUNK:
@@ -1779,6 +1888,8 @@ class CacheSpec:
     v: Form
     residual: int
     page: int = 0  # slots of a page; 0: no pages
+    select: int | float | None = None  # tokens that a step reads, or a fraction; None: all
+    dense: int = 2  # layers, from the first on, that read all nevertheless: their attention is spread (2406.10774)
     given: tuple = ()  # what `build` was told, but for pages
 
     @property
@@ -1839,7 +1950,9 @@ class CacheSpec:
             k_store, v_store = self.k.store(True, dim, dtype, device), self.v.store(False, dim, dtype, device)
             residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
             policy = self.policy().attach(i, rope, args.max_seq_len)
-            return KVCache(policy, k_store, v_store, layout, residual, lambda T: slots(T)[i])
+            selects = self.select is not None and i >= self.dense
+            selection = Selection(self.select, layout, dim, dtype, device) if selects else None
+            return KVCache(policy, k_store, v_store, layout, residual, lambda T: slots(T)[i], selection)
 
         return [layer(i) for i in range(args.n_layer)]
 
@@ -1852,6 +1965,7 @@ def build(
     format: str = "auto",
     residual: int | None = None,
     page_size: int = 0,
+    select: int | float | None = None,
 ) -> CacheSpec:
     """A cache from names.
 
@@ -1860,7 +1974,8 @@ def build(
     prompt (float up to 1.0). Default 0.2. bits: 16 (the model's dtype, the default), 8, 4 or 2, or of keys and
     values apart, `k=4,v=2`. format: auto or one of FORMATS, as `NAME[:key=value,..]`, also apart: `k=int,v=nvfp4`.
     residual: how many of the newest tokens are also kept exactly, and the first 4; default 128 below 16 bits.
-    page_size: slots of a page, any number; 0: no pages.
+    page_size: slots of a page, any number; 0: no pages. select: how many tokens a step reads of all that a head holds,
+    as a count or a fraction; default all.
     Raises SpecError, which names the flag, what was given and what would work.
     """
     name, _, rest = cache.partition(":")
@@ -1897,6 +2012,8 @@ def build(
             f"--page-size {page_size}: {unit} tokens of --format {forms[0].name} share the scales of their keys; give "
             f"a multiple of {unit}, or choose --format int"
         )
+    if select is not None:
+        check_select(select, name, policy, page_size)
     if budget is not None and name == "full":
         raise SpecError(f"--budget {budget}: full keeps every token; choose --cache {', '.join(list(POLICIES)[1:])}")
     return CacheSpec(
@@ -1906,7 +2023,8 @@ def build(
         *forms,
         0 if exact else RESIDUAL if residual is None else residual,
         page_size,
-        (cache, budget, bits, format, residual),
+        select,
+        given=(cache, budget, bits, format, residual),
     )
 
 
@@ -2022,6 +2140,29 @@ def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
             f"give at least {least}, or 1.0 for everything"
         )
     return budget
+
+
+def check_select(select: int | float, name: str, policy: Policy, page: int) -> None:
+    if isinstance(select, bool) or not isinstance(select, (int, float)) or not 0 < select < 2**31:
+        raise SpecError(f"--select {select}: give a number of tokens, or a fraction such as 0.1")
+    if isinstance(select, float) and select > 1:
+        raise SpecError(f"--select {select}: give a whole number of tokens, or a fraction up to 1.0")
+    if isinstance(select, int) and select < Selection.LEAST:
+        raise SpecError(
+            f"--select {select}: it picks {CHUNK} tokens at a time, and always the first and the newest; give at least "
+            f"{Selection.LEAST}"
+        )
+    if not policy.appends:
+        appending = [n for n, p in POLICIES.items() if p.appends]
+        raise SpecError(
+            f"--select {select} --cache {name}: {name} puts new tokens where old ones were, and bounds of keys only "
+            f"widen; choose --cache {either(appending)}"
+        )
+    if page and page < CHUNK and CHUNK % page:
+        raise SpecError(
+            f"--select {select} --page-size {page}: it picks {CHUNK} slots at a time; give a page of 1, 2, 4, 8, 16 or "
+            f"{CHUNK} slots, or a larger one"
+        )
 
 
 def parse_arguments(flag: str, name: str, part: type, text: str) -> dict[str, int | float | str]:

@@ -1414,6 +1414,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
     p.add_argument(
+        "--select",
+        type=number,
+        metavar="N",
+        help="tokens, or a fraction, that a step reads of all that are held: those whose keys promise most (all)",
+    )
+    p.add_argument(
         "--page-size",
         type=int,
         default=0,
@@ -1470,7 +1476,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 f"--{name} {getattr(args, name)}: --load-cache {args.load_cache} has {value}; drop one of them"
             )
         setattr(args, name, value)
-    args.spec = caches.build(args.cache, **{name: getattr(args, name) for name in names[1:]}, page_size=args.page_size)
+    args.spec = caches.build(
+        args.cache,
+        **{name: getattr(args, name) for name in names[1:]},
+        page_size=args.page_size,
+        select=args.select,
+    )
     args.device = pick_device(args.device)
     check(args)
     args.params = argparse.Namespace(

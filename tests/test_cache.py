@@ -185,12 +185,12 @@ def test_prefill_chunks_agree(model, name, bits):
     model.setup_caches(spec(name, bits=bits), 1, 110)
     whole = model.prefill(ids)
     kept = [layer.attention.cache.slot_pos.clone() for layer in model.layers]
-    codes = [layer.attention.cache.k_store.parts[0].clone() for layer in model.layers]
+    codes = [layer.attention.cache.k_store.parts()[0].clone() for layer in model.layers]
     for chunk in (1, 3, 7):
         torch.testing.assert_close(model.prefill(ids, chunk=chunk), whole, atol=2e-4, rtol=1e-4)
         for layer, slot_pos, code in zip(model.layers, kept, codes, strict=True):
             assert torch.equal(layer.attention.cache.slot_pos, slot_pos)
-            different = (layer.attention.cache.k_store.parts[0] != code).float().mean()
+            different = (layer.attention.cache.k_store.parts()[0] != code).float().mean()
             assert bits == 16 or different < 0.01  # a code may sit on a rounding edge
 
 

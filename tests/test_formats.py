@@ -144,8 +144,8 @@ def test_effective_bits_are_what_is_stored(name, bits):
     expected = {"int": bits + 1, "kivi": bits + 1, "fp8": 8, "nvfp4": 4.5, "mxfp4": 4.25}[name]
     assert caches.Form(name, bits).effective(64) == expected
     for s in (c.k_store, c.v_store):
-        assert sum(part.nbytes for part in s.parts) * 8 / elements == expected
-        assert s.parts[0].dtype == torch.uint8
+        assert sum(part.nbytes for part in s.parts()) * 8 / elements == expected
+        assert s.parts()[0].dtype == torch.uint8
     others = 3 * 512 * 4 + (3 + 1) * 8  # slot_pos, counts, capacity
     others += {"nvfp4": 2 * 3 * 4, "fp8": 2 * 3 * 4, "kivi": 3 * 32 * 64 * 2 + 3 * 512 // 32}.get(
         name, 0
