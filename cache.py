@@ -45,6 +45,7 @@ from kernels import CHUNK
 RESIDUAL = 128  # newest tokens that a quantized cache also holds exactly, unless told otherwise (KIVI's, 2402.02750)
 SCRATCH = ("layout.table", "selection.chosen")  # buffers of a cache that say nothing of what it holds
 SINK = 4  # first tokens that it also holds exactly: their keys are unlike all others and take much of the attention
+LONGEST = 2**31 - 1  # tokens of a text: `slot_pos` is int32
 
 
 class SpecError(ValueError):
@@ -497,7 +498,8 @@ class Policy(nn.Module):
         self.capacity.fill_(slots)
 
     def score(self, q, k, v, pos):
-        return pos[:, None].expand(k.shape[:3]).float()
+        age = pos[:, -1:] - pos  # float32 tells ages below 2^24 apart, and positions may be beyond
+        return -age[:, None].expand(k.shape[:3]).float()
 
     def budgets(self, budget: int, prompt: int, n_layer: int) -> list[int]:
         """Slots for a prompt, layer by layer. Their sum is n_layer * budget, and never more than the prompt has."""
@@ -1935,6 +1937,11 @@ class CacheSpec:
     ) -> list[KVCache]:
         """args: the model's shape (n_layer, n_kv_head, head_dim, max_seq_len); rope: its rotary frequencies [D/2];
         dtype: what 16 bits means, the model's own; pool: pages that other caches claim from, too."""
+        if max_seq_len > LONGEST:
+            raise SpecError(
+                f"a text of {max_seq_len:,} tokens: positions are int32, so that at most {LONGEST:,} fit; "
+                "lower --max-new-tokens"
+            )
         most = longest_window(args.max_seq_len)
         if self.endless and max_seq_len > args.max_seq_len and self.policy().least() > most:
             raise SpecError(

@@ -151,7 +151,7 @@ def chat(args: argparse.Namespace) -> int:
     model, tokenizer = load(args)
     if not tokenizer.has_chat_template:
         raise UsageError("--interactive needs a checkpoint with a chat template; this one has none, use --prompt --raw")
-    limit = 2**31 - 1 if args.spec.endless else model.args.max_seq_len
+    limit = caches.LONGEST if args.spec.endless else model.args.max_seq_len
     model.setup_caches(args.spec, 1, limit)
     talk, report = Conversation(args, tokenizer), Report(args, model, tokenizer)
     talk.restore(model)
@@ -216,6 +216,8 @@ class Conversation:
         self.seen, self.unread = report.seen, report.unread
         if self.args.chat:
             self.messages.append({"role": "assistant", "content": report.answered})
+            if self.args.spec.endless:  # a template need not see all of a text without end to say what comes next
+                del self.messages[self.messages[0]["role"] == "system" : -2]
 
     def restore(self, model: Transformer) -> None:
         """The model's caches hold what the file says, if there is one."""
@@ -873,7 +875,8 @@ class Report:
         self.args, self.model, self.tokenizer = args, model, tokenizer
         self.sample = sampler(args.temperature, args.top_k, args.top_p, args.seed, model.norm.weight.device)
         self.load_s = time.perf_counter() - STARTED
-        self.prompt_tokens, self.seen, self.token_ids, self.text = 0, 0, [], ""
+        self.prompt_tokens = self.new_tokens = self.seen = 0
+        self.token_ids, self.text = [], ""  # of all turns, for --json
         self.unread: list[int] = []  # generated, but not yet in the cache
         self.health = Health(model) if args.stats else None
         self.prefill_s = self.compile_s = self.decode_s = 0.0
@@ -884,7 +887,7 @@ class Report:
         self.answer, self.answered = [], ""  # of this turn, as tokens and as text
         self.clock, self.status = time.perf_counter(), Status(f"reading {len(ids)} tokens")
         self.prompt_tokens += len(ids)
-        self.seen, self.unread, fresh = start + len(ids), [], len(self.token_ids)
+        self.seen, self.unread = start + len(ids), []
         tokens = generate(
             self.model,
             ids,
@@ -897,17 +900,19 @@ class Report:
         try:
             for text in until(self.decode(tokens), self.args.stop):
                 if text:
-                    self.text += text
                     self.answered += text
                     yield text
         finally:
             self.status.close()
-            self.seen += max(len(self.token_ids) - fresh - 1, 0)  # the last token was never fed back
+            self.seen += max(len(self.answer) - 1, 0)  # the last token was never fed back
+            self.new_tokens += len(self.answer)
+            if self.args.json:  # nobody else wants it, and a conversation may have no end
+                self.token_ids += self.answer
+                self.text += self.answered
 
     def decode(self, tokens: Iterator[int]) -> Iterator[str]:
         stream = self.tokenizer.stream()
         for id in tokens:
-            self.token_ids.append(id)
             self.answer.append(id)
             self.unread = [] if id in self.tokenizer.eos_ids else [id]
             yield stream.put(id)
@@ -940,7 +945,7 @@ class Report:
         rate = lambda n, s: n / s if s else None  # noqa: E731
         return {
             "prompt_tokens": self.prompt_tokens,
-            "new_tokens": len(self.token_ids),
+            "new_tokens": self.new_tokens,
             "text": self.text,
             "token_ids": self.token_ids,
             "cache": {
