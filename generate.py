@@ -96,22 +96,23 @@ def run(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Several prompts, or samples of one: a line of JSON for each on stdout, in their order, the report to stderr."""
     model, tokenizer = load(args)
-    lines, prompts = [], []
+    lines, prompts, seen = [], [], args.saved.said["seen"] if args.saved else 0
     for i, line in enumerate(args.batch):
         try:
             params = Params(**{**vars(args.params), **line["params"]}, stop_ids=tuple(tokenizer.eos_ids))
-            prompts.append(encoded(args, tokenizer, line["prompt"]))
-            check_length(args, model, len(prompts[-1]), params.max_new_tokens)
+            prompts.append(Conversation(args, tokenizer).next(line["prompt"]))
+            check_length(args, model, seen + len(prompts[-1]), params.max_new_tokens)
         except UsageError as error:
             raise UsageError(f"prompt {i + 1}: {error}") from None
         lines.append(params)
-    longest = max(len(ids) + params.max_new_tokens for ids, params in zip(prompts, lines, strict=True))
+    longest = seen + max(len(ids) + params.max_new_tokens for ids, params in zip(prompts, lines, strict=True))
     lanes = min(args.max_batch, len(prompts) * args.num_samples)
     engine = Engine(model, args.spec, lanes, longest, args.pages, args.prefill_layers, args.prefix)
+    document = engine.load(args.saved) if args.saved else None
     report = Service(args, engine, tokenizer)
     for i, (ids, params) in enumerate(zip(prompts, lines, strict=True)):
         try:
-            report.submit(ids, params, args.num_samples)
+            report.submit(ids, params, args.num_samples, document)
         except UsageError as error:
             raise UsageError(f"prompt {i + 1}: {error}") from None
     for answer in report.answers():
@@ -120,19 +121,6 @@ def serve(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, report.data())
     return 0
-
-
-def encoded(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a prompt, in the chat template if there is one."""
-    if not prompt:
-        raise UsageError(EMPTY)
-    if args.chat:
-        ids = tokenizer.chat([*system(args), {"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    if not ids:
-        raise UsageError(EMPTY)
-    return ids
 
 
 def check_length(args: argparse.Namespace, model: Transformer, prompt: int, new: int) -> None:
@@ -189,6 +177,7 @@ class Conversation:
         self.args, self.tokenizer, self.saved = args, tokenizer, args.saved
         said = self.saved.said if self.saved else {"messages": system(args), "seen": 0, "unread": [], "tokens": ""}
         self.messages, self.seen, self.unread, self.tokens = (said[k] for k in ("messages", "seen", "unread", "tokens"))
+        self.messages = [*self.messages]  # another one may go on from the same file
 
     def next(self, text: str) -> list[int]:
         """The tokens that come next: those of an answer that were not read yet, and text as a message, if this is a
@@ -221,45 +210,26 @@ class Conversation:
 
     def restore(self, model: Transformer) -> None:
         """The model's caches hold what the file says, if there is one."""
-        if not self.saved:
-            return
-        began = time.perf_counter()
-        name = f"--load-cache {self.args.load_cache}"
-        if self.saved.model != fingerprint(model):
-            raise UsageError(f"{name}: it is of another model, or of these weights in another --dtype or --weights")
-        try:
-            for i, layer in enumerate(model.layers):
-                layer.attention.cache.restore(
-                    {k: x.to(model.norm.weight.device) for k, x in self.saved.layer(i).items()}
-                )
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise UsageError(f"{name}: its layer {i} does not fit this cache ({error}); make it anew") from None
-        self.saved.seconds += time.perf_counter() - began
+        if self.saved:
+            self.saved.check(model, self.args.spec)
+            self.saved.restore([layer.attention.cache for layer in model.layers])
 
     def save(self, path: Path, model: Transformer) -> None:
-        """All or nothing: whatever happens, path is what it was before or this."""
-        from safetensors.torch import save_file
-
-        states = [layer.attention.cache.state() for layer in model.layers]
-        tensors = {f"{i}.{name}": x.cpu().contiguous() for i, s in enumerate(states) for name, x in s.items()}
         said = {name: getattr(self, name) for name in ("messages", "seen", "unread", "tokens")}
-        header = self.VERSION, fingerprint(model), self.args.spec.given, said, self.args.chat
-        text = json.dumps(dict(zip(Saved.HEADER, header, strict=True)))
-        with all_or_nothing(path.resolve()) as part:
-            save_file(tensors, part, {"kv-fast": text, "checksum": Saved.checksum(text, tensors)})
-            with open(part, "rb+") as file:
-                os.fsync(file.fileno())
+        layers = [layer.attention.cache for layer in model.layers]
+        Saved.write(path, model, self.args.spec, layers, said, self.args.chat)
 
 
 class Saved:
-    """A file that `Conversation.save` wrote, read and checked."""
+    """A file that `write` wrote, read and checked."""
 
     HEADER = ("version", "model", "cache", "said", "chat")
 
     def __init__(self, path: Path):
         from safetensors import SafetensorError, safe_open
 
-        name, began = f"--load-cache {path}", time.perf_counter()
+        self.name = name = f"--load-cache {path}"
+        began = time.perf_counter()
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
@@ -281,6 +251,48 @@ class Saved:
                 f"{name}: of format {version}, and this program reads {Conversation.VERSION}; make it anew"
             )
         self.seconds = time.perf_counter() - began  # that it took to read, and then to put in place
+
+    @classmethod
+    def write(
+        cls,
+        path: Path,
+        model: Transformer,
+        spec: caches.CacheSpec,
+        layers: list[caches.KVCache],
+        said: dict,
+        chat: bool,
+    ) -> None:
+        """All or nothing: whatever happens, path is what it was before or this. layers: caches of one sequence."""
+        from safetensors.torch import save_file
+
+        states = [cache.state() for cache in layers]
+        tensors = {f"{i}.{name}": x.cpu().contiguous() for i, s in enumerate(states) for name, x in s.items()}
+        header = Conversation.VERSION, fingerprint(model), spec.given, said, chat
+        text = json.dumps(dict(zip(cls.HEADER, header, strict=True)))
+        with all_or_nothing(path.resolve()) as part:
+            save_file(tensors, part, {"kv-fast": text, "checksum": cls.checksum(text, tensors)})
+            with open(part, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def check(self, model: Transformer, spec: caches.CacheSpec) -> None:
+        """Raises UsageError for a file of another model or cache than these."""
+        if self.model != fingerprint(model):
+            raise UsageError(
+                f"{self.name}: it is of another model, or of these weights in another --dtype or --weights"
+            )
+        theirs, ours = (" ".join(map(str, given)) for given in (self.cache, spec.given))
+        if theirs != ours:
+            raise UsageError(f"{self.name}: its cache, budget, bits, format and residual are {theirs}, here {ours}")
+
+    def restore(self, layers: list[caches.KVCache]) -> None:
+        """Caches of one sequence hold what the file says; raises UsageError where that does not fit."""
+        began = time.perf_counter()
+        try:
+            for i, cache in enumerate(layers):
+                cache.restore({k: x.to(cache.slot_pos.device) for k, x in self.layer(i).items()})
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise UsageError(f"{self.name}: its layer {i} does not fit this cache ({error}); make it anew") from None
+        self.seconds += time.perf_counter() - began
 
     @staticmethod
     def checksum(text: str, tensors: dict[str, Tensor]) -> str:
@@ -477,8 +489,9 @@ class Params:
 class Request:
     """One text that is to be continued. Its own sampler, so that its tokens do not depend on its neighbours."""
 
-    def __init__(self, id: int, prompt: list[int], params: Params, device):
-        self.id, self.prompt, self.params = id, prompt, params
+    def __init__(self, id: int, prompt: list[int], params: Params, after: "Document | None", device):
+        self.id, self.prompt, self.params, self.after = id, prompt, params, after
+        self.start = after.seen if after else 0  # position of the prompt
         self.sample = sampler(params.temperature, params.top_k, params.top_p, params.seed, device)
         self.tokens: list[int] = []  # generated
         self.told = 0  # how many of those have been told since its prompt was read last
@@ -492,6 +505,24 @@ class Request:
     def cached(self) -> list[int]:
         """The tokens that its lane holds: the newest one was not fed back."""
         return self.prompt + self.tokens[: max(self.told - 1, 0)]
+
+
+@dataclass(eq=False)
+class Document:
+    """A saved cache in the pool of an engine, on top of which requests are read.
+
+    They share its full pages if the policy appends. Those that a request may write to, it copies: the last one of each
+    head, or with a policy that evicts all of them.
+    """
+
+    seen: int  # tokens
+    caches: list[caches.KVCache]
+    held: np.ndarray  # slots [L,H] in use
+    shared: np.ndarray  # pages [L,H], the first ones of each head, that nobody writes to
+
+    @property
+    def pages(self) -> int:
+        return sum(len(held) for cache in self.caches for held in cache.layout.pages[0])
 
 
 class Engine:
@@ -542,11 +573,8 @@ class Engine:
             )
         self.pool = caches.Pool(self.spec.page, 1 + pages, weight.device)
 
-        def make(batch: int) -> list[caches.KVCache]:
-            rope = model.rope.frequencies
-            return self.spec(args, rope, batch, self.max_seq_len, weight.dtype, weight.device, self.pool)
-
-        self.caches, self.desk = make(max_batch), make(1)
+        self.caches, self.desk = self.make(max_batch), self.make(1)
+        self.documents: list[Document] = []
         self.nothing = self.pool.claim(1)[0]  # where lanes without a request write
         self.lanes: list[Request | None] = [None] * max_batch
         self.size = [-1] * args.n_layer
@@ -561,6 +589,11 @@ class Engine:
         self.prefix = prefix and self.why_no_prefix() is None
         self.pool.prefixes.salt = repr((args, self.spec)).encode()
 
+    def make(self, batch: int) -> list[caches.KVCache]:
+        args, weight = self.model.args, self.model.norm.weight
+        rope = self.model.rope.frequencies
+        return self.spec(args, rope, batch, self.max_seq_len, weight.dtype, weight.device, self.pool)
+
     def why_no_prefix(self) -> str | None:
         """Why two prompts that begin alike cannot share pages here, if they cannot."""
         if not self.policy.everything:
@@ -569,25 +602,33 @@ class Engine:
         scaled = [name for name, alone in kinds.items() if not alone]
         return f"{scaled[0]} has a scale that a whole prompt sets" if scaled else None
 
-    def need(self, prompt: int, new: int, samples: int = 1) -> int:
-        """Pages for that many samples of so many tokens each, at the end, or at most where heads share a budget."""
+    def need(self, prompt: int, new: int, samples: int = 1, after: Document | None = None) -> int:
+        """Pages for that many samples of so many tokens each, at the end, or at most where heads share a budget; with
+        those of a document before them."""
         args, page = self.model.args, self.spec.page
         slots = [n + (new if self.policy.appends else 0) for n in self.spec.slots(prompt, args.n_layer)]
         if self.policy.relative and self.max_seq_len > args.max_seq_len:
             slots = [min(n, caches.longest_window(args.max_seq_len)) for n in slots]
         H = args.n_kv_head
-        pages = [H * n // page + H if self.policy.ragged else H * -(-n // page) for n in slots]
-        alone = H * args.n_layer if self.policy.appends else sum(pages)  # what a sample cannot share
-        return sum(pages) + (samples - 1) * alone
+        pages = sum(H * n // page + H if self.policy.ragged else H * -(-n // page) for n in slots)
+        if after:
+            pages = int((-(-(after.held + (prompt + new) * self.policy.appends) // page)).sum())
+        alone = H * args.n_layer if self.policy.appends else pages  # what a sample cannot share
+        return pages + (samples - 1) * alone
 
     # What a caller does
 
-    def submit(self, prompt: list[int], params: Params = Params(), samples: int = 1) -> int | list[int]:
-        """Queues a prompt, token ids. Returns the request's id, or those of all samples, the i-th with seed + i.
+    def submit(
+        self, prompt: list[int], params: Params = Params(), samples: int = 1, after: Document | None = None
+    ) -> int | list[int]:
+        """Queues a prompt, token ids, that follows a document, if there is one. Returns the request's id, or those of
+        all samples, the i-th with seed + i.
 
         Raises UsageError for one that never fits: positions, pages, or lanes for its samples.
         """
-        T, new, total = len(prompt), params.max_new_tokens, len(self.pool.refs) - 1
+        assert after is None or after in self.documents
+        T, new = len(prompt) + (after.seen if after else 0), params.max_new_tokens
+        total = len(self.pool.refs) - 1 - sum(document.pages for document in self.documents)
         if not prompt:
             raise UsageError(EMPTY)
         if T + new > self.max_seq_len:
@@ -596,14 +637,16 @@ class Engine:
             )
         if samples > len(self.lanes):
             raise UsageError(f"--num-samples {samples}: there are {len(self.lanes)} lanes; give --max-batch {samples}")
-        need = max(self.need(T, new - 1), self.need(T, 1, samples)) if new else 0
+        sizes = [(new - 1, 1), (1, samples)] if new else []
+        need = max((self.need(len(prompt), *size, after) for size in sizes), default=0)
+        need -= int(after.shared.sum()) if after else 0
         if need > total:
             raise UsageError(
                 f"--pages {total}: a prompt of {T} tokens and {new} new ones need {need} pages of {self.spec.page} "
                 f"slots, each of one head of one layer"
             )
         group = [
-            Request(self.requests + i, list(prompt), replace(params, seed=params.seed + i), self.device)
+            Request(self.requests + i, list(prompt), replace(params, seed=params.seed + i), after, self.device)
             for i in range(samples)
         ]
         self.requests += samples
@@ -671,10 +714,58 @@ class Engine:
         if not self.reading:
             self.clear_desk()
 
+    @torch.no_grad()
+    def save(self, path: Path | str, ids: list[int]) -> None:
+        """Reads a text, token ids, and writes what this engine's cache keeps of it to a file, for `load` and
+        --load-cache, as plain text: what follows it is in no chat template."""
+        if not 0 < len(ids) <= self.max_seq_len:
+            raise UsageError(f"{path}: a document has 1 to {self.max_seq_len} tokens here, and this one {len(ids)}")
+        weight, rope = self.model.norm.weight, self.model.rope.frequencies
+        spec = replace(self.spec, page=0)  # not in the pool, whose pages are for requests
+        layers = spec(self.model.args, rope, 1, self.max_seq_len, weight.dtype, weight.device)
+        pieces = [cache.fit([len(ids)], [0], 0, self.max_seq_len)[0] for cache in layers]
+        deque(self.model.reading(torch.tensor([ids], device=self.device), 0, min(pieces), caches=layers), maxlen=0)
+        said = {"messages": [], "seen": len(ids), "unread": [], "tokens": caches.chained(b"", tuple(ids)).hex()}
+        Saved.write(Path(path), self.model, spec, layers, said, False)
+
+    def load(self, saved: "Saved | Path | str") -> Document:
+        """A file of `save` or --save-cache becomes the beginning of requests, in pages that the pool gets for it.
+
+        Raises UsageError for a file that is damaged, or of another model, cache or budget.
+        """
+        saved = saved if isinstance(saved, Saved) else Saved(Path(saved))
+        saved.check(self.model, self.spec)
+        slots = [x for name, x in saved.tensors.items() if name.endswith(".slot_pos")]  # [H,S]
+        pages = sum(len(x) * -(-x.shape[1] // self.spec.page) for x in slots)
+        self.pool.enlarge(len(self.pool.refs) + pages)
+        self.decode = DecodeStep(self.model)  # the pool is somewhere else
+        layers = self.make(1)
+        try:
+            saved.restore(layers)
+        except UsageError:
+            for cache in layers:
+                cache.layout.release(0)
+            raise
+        appends, H = self.policy.appends, self.model.args.n_kv_head
+        used = [(cache.filled()[0] if appends else cache.policy.capacity.expand(H)).cpu().numpy() for cache in layers]
+        held = np.stack(used)
+        self.documents.append(Document(saved.said["seen"], layers, held, held // self.spec.page * appends))
+        return self.documents[-1]
+
+    def drop(self, document: Document) -> None:
+        """Ends a document, and the requests that follow it."""
+        for id in [r.id for r in self.live.values() if r.after is document]:
+            self.cancel(id)
+        for cache in document.caches:
+            cache.layout.release(0)
+        self.documents.remove(document)
+
     def reset(self) -> None:
-        """As new: nothing waits, nothing runs, no prefix is known."""
+        """As new: nothing waits, nothing runs, no document and no prefix is known."""
         for id in list(self.live):
             self.cancel(id)
+        for document in list(self.documents):
+            self.drop(document)
         self.pool.prefixes.clear()
         self.preempted = self.hit_tokens = self.peak = 0
         self.unused = 0.0
@@ -688,10 +779,12 @@ class Engine:
         group = self.waiting[0]
         if self.lanes.count(None) < len(group):
             return
-        prompt, found = group[0].prompt, self.find(group[0])
+        prompt, after = group[0].prompt, group[0].after
+        found = [] if after else self.find(group[0])
         shared, hit = [page for block in found for page in block.pages], len(found) * self.spec.page
         self.pool.share(shared)
-        if self.need(len(prompt), 1, len(group)) - len(shared) > len(self.pool.free):
+        there = int(after.shared.sum()) if after else len(shared)
+        if self.need(len(prompt), 1, len(group), after) - there > len(self.pool.free):
             self.pool.release(shared)
             return
         self.reading = self.waiting.popleft()
@@ -699,15 +792,19 @@ class Engine:
         self.hit_tokens += hit
         for r in group:
             r.order, r.hit = self.admissions, r.hit if r.tokens else hit
-        H, pieces = self.model.args.n_kv_head, []
+        H, pieces, start = self.model.args.n_kv_head, [], group[0].start + hit
         for i, cache in enumerate(self.desk):
             if found:
                 cache.resume([[block.pages[i * H + h] for block in found] for h in range(H)], hit)
                 if cache.residual is not None:
                     cache.residual.restore(*found[-(-caches.SINK // self.spec.page) - 1].exact[i])
-            pieces += cache.fit([len(prompt) - hit], [hit], 0, self.max_seq_len)
+            if after:
+                cache.allocate(after.caches[i].slot_pos.shape[2])
+                cache.adopt(0, after.caches[i], share=True)
+                self.unshare(cache, 0, after.shared[i])
+            pieces += cache.fit([len(prompt) - hit], [start], 0, self.max_seq_len)
         ids = torch.tensor([prompt[hit:]], device=self.device)
-        self.layers = self.model.reading(ids, hit, min(pieces), caches=self.desk)
+        self.layers = self.model.reading(ids, start, min(pieces), caches=self.desk)
 
     def find(self, r: Request) -> list[caches.Block]:
         """Blocks that hold the beginning of a prompt. What a ring holds of its end has to be computed."""
@@ -736,7 +833,8 @@ class Engine:
         if logits is None:
             return False
         group, self.reading = self.reading, []
-        self.publish(group[0].prompt, self.desk, 0)
+        if not group[0].after:
+            self.publish(group[0].prompt, self.desk, 0)
         slots = [cache.policy.count[0] if self.policy.appends else cache.policy.capacity for cache in self.desk]
         held = np.stack([n.cpu().expand(self.model.args.n_kv_head).numpy() for n in slots])
         self.resize([cache.slot_pos.shape[2] for cache in self.desk])
@@ -748,13 +846,17 @@ class Engine:
         for r in group:
             if r.forked and not self.policy.appends:  # it may write to any page
                 for cache in self.caches:
-                    for h, pages in enumerate(cache.layout.pages[r.lane]):
-                        for i in range(len(pages)):
-                            cache.layout.unshare(r.lane, h, i)
+                    self.unshare(cache, r.lane, [0] * len(held[0]))
             id = r.tokens[0] if r.tokens else int(r.sample(logits))
-            self.tok[r.lane], self.pos[r.lane], self.active[r.lane] = id, len(r.prompt), 1
+            self.tok[r.lane], self.pos[r.lane], self.active[r.lane] = id, r.start + len(r.prompt), 1
             self.tell(r, id, out)
         return True
+
+    def unshare(self, cache: caches.KVCache, row: int, first: list[int]) -> None:
+        """Sequence row gets pages of its own to write to: of each head, from the first[h]-th on."""
+        for h, pages in enumerate(cache.layout.pages[row]):
+            for i in range(first[h], len(pages)):
+                cache.layout.unshare(row, h, i)
 
     def tell(self, r: Request, id: int, out: dict[int, list[int]]) -> None:
         """A request has its next token."""
@@ -768,7 +870,8 @@ class Engine:
 
     def vacate(self, r: Request) -> None:
         """A lane is free again. What it held can be found until its pages are used."""
-        self.publish(r.cached, self.caches, r.lane)
+        if not r.after:
+            self.publish(r.cached, self.caches, r.lane)
         for cache in self.caches:
             cache.layout.release(r.lane)
             cache.layout.idle(r.lane, self.nothing)
@@ -803,7 +906,8 @@ class Engine:
         promised = 0
         if self.reading:
             claimed = sum(len(held) for cache in self.desk for held in cache.layout.pages[0])
-            promised = max(self.need(len(self.reading[0].prompt), 1, len(self.reading)) - claimed, 0)
+            first = self.reading[0]
+            promised = max(self.need(len(first.prompt), 1, len(self.reading), first.after) - claimed, 0)
         if len(grows) + len(shared) > len(self.pool.free) - promised:
             return False
         for i, h in grows:
@@ -1013,10 +1117,10 @@ class Service:
         self.streams: dict[int, object] = {}
         self.prompt_tokens = self.new_tokens = 0
 
-    def submit(self, ids: list[int], params: Params, samples: int) -> None:
+    def submit(self, ids: list[int], params: Params, samples: int, after: Document | None = None) -> None:
         for i in range(samples):
             if i == 0:
-                made = self.engine.submit(ids, params, samples)
+                made = self.engine.submit(ids, params, samples, after)
             id = made if samples == 1 else made[i]
             sample = {"sample": i} if samples > 1 else {}
             self.open[id] = {**sample, "prompt_tokens": len(ids), "token_ids": [], "text": "", "ended": "length"}
@@ -1451,7 +1555,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="prompts that begin alike share pages, where the cache keeps everything (yes)",
     )
     p.add_argument("--save-cache", type=Path, metavar="FILE", help="at the end, what was read and answered, as a cache")
-    p.add_argument("--load-cache", type=Path, metavar="FILE", help="go on from there: prompts are what follows")
+    p.add_argument("--load-cache", type=Path, metavar="FILE", help="go on from there: each prompt follows it")
     p.add_argument("--max-new-tokens", type=int, default=200)
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int)
@@ -1566,9 +1670,8 @@ def check_params(args: argparse.Namespace) -> None:
 
 
 def check_saved(args: argparse.Namespace) -> None:
-    for flag, path in {"--save-cache": args.save_cache, "--load-cache": args.load_cache}.items():
-        if path is not None and args.batch:
-            raise UsageError(f"{flag} {path}: a file is of one conversation; give one prompt")
+    if args.save_cache is not None and args.batch:
+        raise UsageError(f"--save-cache {args.save_cache}: a file is of one conversation; give one prompt")
     if args.saved:
         if args.system is not None:
             raise UsageError("--system: the conversation of --load-cache has begun; drop it")

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,6 +65,143 @@ def test_restored_is_never_saved(name, form, bits, residual):
         assert pool is None or pool.used == sum(pool.refs) > 0
 
 
+@pytest.mark.parametrize(("form", "bits", "residual"), FORMATS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_questions_about_a_document(name, form, bits, residual, tmp_path, monkeypatch):
+    """In two lanes, with pages of another size, as each alone after it: tokens, and the first logits bit for bit."""
+    model, ids, file = tiny_model(n_layer=2), tokens(150)[0].tolist(), tmp_path / "doc.kv"
+    document, questions = ids[:100], [ids[100:130], ids[130:131]]
+    budget, pages = None if name == "full" else 160 if form == "kivi" else 64, (64, 32) if form == "kivi" else (16, 7)
+    try:
+        before, after = (
+            build(name, budget=budget, bits=bits, format=form, residual=residual, page_size=page) for page in pages
+        )
+    except SpecError:
+        pytest.skip("refused, and tested where that is")
+    g.Engine(model, before, 1, 256).save(file, document)
+    want, logits, read, greedy = [], [], [], g.greedy
+    for question in questions:
+        for room in (0, 6):  # slots that are masked change the order of sums, so that an engine's are those of no room
+            model.setup_caches(replace(before, page=0), 1, 256)
+            g.Saved(file).restore([layer.attention.cache for layer in model.layers])
+            logits += [] if room else [model.prefill(torch.tensor([question]), 100, 0)]
+        want.append([*g.generate(model, question, 6, start=100)])
+
+    def spy(logits):
+        read.extend([logits.clone()] if len(logits) == 1 else [])
+        return greedy(logits)
+
+    monkeypatch.setattr(g, "greedy", spy)
+    engine = g.Engine(model, after, 2, 256, prefill_layers=1)
+    doc = engine.load(file)
+    assert ask(engine, doc, questions, 6) == want
+    assert all(map(torch.equal, read, logits))
+    assert len(read) == 2
+    assert engine.pool.used == 1 + doc.pages
+    engine.drop(doc)
+    assert engine.pool.used == sum(engine.pool.refs) == 1
+
+
+def ask(engine, doc, questions: list[list[int]], new: int) -> list[list[int]]:
+    out = {engine.submit(question, g.Params(new), after=doc): [] for question in questions}
+    while engine.unfinished:
+        for id, tokens_ in engine.step().items():
+            out[id] += tokens_
+    return [*out.values()]
+
+
+DOCUMENTS = [("full", 16, 16), ("full", 4, 16), ("snapkv:window=8", 4, 16), ("adakv:window=8", 16, 3), ("h2o", 16, 16)]
+
+
+def loaded(model, name, bits, page, lanes, file, pages=None):
+    """An engine with a document of 101 tokens, and how many questions' worth of pages it has: `pages`, or enough."""
+    kind = build(name, budget=None if name == "full" else 64, bits=bits, page_size=page)
+    engine = g.Engine(model, kind, lanes, 256, pages=pages)
+    if not file.exists():
+        engine.save(file, tokens(101)[0].tolist())
+    return engine, engine.load(file)
+
+
+@pytest.mark.parametrize(("name", "bits", "page"), DOCUMENTS)
+def test_questions_make_way_for_one_another(name, bits, page, tmp_path):
+    """They are read on top of the document again; samples of one and a text of its own go along."""
+    model, file = tiny_model(n_layer=2), tmp_path / "doc.kv"
+    questions = [tokens(9, seed=n)[0].tolist() for n in range(4)]
+    engine, doc = loaded(model, name, bits, page, 4, file)
+    want = [ask(engine, doc, [question], 60)[0] for question in questions]
+    own = engine.generate([questions[0]], g.Params(20))
+    most = engine.need(9, 59, after=doc) - int(doc.shared.sum())
+    assert most < engine.need(110, 59) or name == "h2o"
+    small, doc = loaded(model, name, bits, page, 4, file, int(2.5 * most))
+    small.pool.claim(len(small.pool.free) - int(2.5 * most))  # what the document did not take
+    assert ask(small, doc, questions, 60) == want
+    assert small.preempted > 0 or name == "h2o"
+    one, two = small.submit(questions[1], g.Params(9, 1.0, seed=3), 2, after=doc)
+    plain, out = small.submit(questions[0], g.Params(20)), {}
+    while small.unfinished:
+        for id, new in small.step().items():
+            out.setdefault(id, []).extend(new)
+    again = [ask_one(engine, questions[1], g.Params(9, 1.0, seed=s), engine.documents[0]) for s in (3, 4)]
+    assert [out[one], out[two]] == again
+    assert out[plain] == own[0]  # and no question was taken for the beginning of a text
+
+
+def ask_one(engine, question, params, doc):
+    id, out = engine.submit(question, params, after=doc), []
+    while engine.unfinished:
+        out += engine.step().get(id, [])
+    return out
+
+
+def test_a_document_is_there_once(tmp_path):
+    """In pages of its own, on top of the pool's; of each question only its own, and a copy of the last one."""
+    model = tiny_model(n_layer=2)
+    engine, doc = loaded(model, "full", 16, 16, 4, tmp_path / "doc.kv")
+    size, heads = len(engine.pool.refs), 2 * 3
+    assert engine.pool.used - 1 == doc.pages == heads * 7
+    assert size == 1 + 4 * heads * 16 + doc.pages
+    for n in range(4):
+        engine.submit([1, 2, n], g.Params(20), after=doc)
+    while engine.waiting or engine.reading:
+        engine.step()
+    assert engine.pool.used - 1 == doc.pages + 4 * heads
+    engine.drop(doc)
+    assert engine.unfinished == 0
+    assert engine.pool.used == 1
+    with pytest.raises(AssertionError):
+        engine.submit([1, 2], after=doc)
+    engine.load(tmp_path / "doc.kv")
+    engine.reset()
+    assert engine.pool.used == sum(engine.pool.refs) == 1
+    assert not engine.documents
+
+
+def test_a_document_that_does_not_belong_here(tmp_path):
+    model, file = tiny_model(n_layer=2), tmp_path / "doc.kv"
+    engine, doc = loaded(model, "full", 4, 16, 2, file)
+    for other, kind, says in (
+        (tiny_model(n_layer=2, seed=1), build(bits=4), "of another model"),
+        (model, build(bits=8), "are full None 4 auto None, here full None 8 auto None"),
+    ):
+        engine = g.Engine(other, kind, 2, 256)
+        pages = len(engine.pool.refs)
+        with pytest.raises(g.UsageError, match=f"--load-cache {file}: .*{says}"):
+            engine.load(file)
+        assert len(engine.pool.refs) == pages
+        assert engine.pool.used == 1
+    engine, doc = loaded(model, "full", 4, 16, 2, file)
+    with pytest.raises(g.UsageError, match="201 tokens in the prompt and 60 new ones are more than 256"):
+        engine.submit([1] * 100, g.Params(60), after=doc)
+    for ids in ([], [1] * 257):
+        with pytest.raises(g.UsageError, match="a document has 1 to 256 tokens here"):
+            engine.save(tmp_path / "other.kv", ids)
+    assert not (tmp_path / "other.kv").exists()
+    small, doc = loaded(model, "full", 4, 16, 2, file, pages=6)
+    assert small.submit([1, 2], g.Params(5), after=doc) == 0
+    with pytest.raises(g.UsageError, match="--pages 6: "):
+        small.submit([1] * 20, g.Params(5), after=doc)
+
+
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it does so again. And again it jumps over the dog."
 
 
@@ -116,6 +254,43 @@ def test_a_chat_saves_and_loads(cli, tmp_path, monkeypatch):
     assert first + rest == want
 
 
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("cache", ["full", "pyramid:window=8", "h2o"])
+def test_questions_on_the_command_line(cli, tmp_path, cache, chat):
+    """Each answer is that of a process of its own, after a chat as after plain text."""
+    file, lines = str(tmp_path / "doc.kv"), tmp_path / "lines.jsonl"
+    flags = ["--cache", cache, "--bits", "4", "--residual", "16", *([] if cache == "full" else ["--budget", "60"])]
+    new = ["--max-new-tokens", "9"]
+    assert cli("--prompt", PROMPT, *flags, *new, *([] if chat else ["--raw"]), "--save-cache", file)[0] == 0
+    questions = ["Why?", "And what does the dog do then?", "Who?"]
+    alone = [cli("--load-cache", file, "--prompt", question, *new)[1].removesuffix("\n") for question in questions]
+    assert len(set(alone)) > 1
+    prompts = [flag for question in questions for flag in ("--prompt", question)]
+    code, out, _ = cli("--load-cache", file, *prompts, *new, "--max-batch", "2")
+    assert code == 0
+    assert [json.loads(line)["text"] for line in out.splitlines()] == alone
+    lines.write_text("\n".join(json.dumps({"prompt": question, "max_new_tokens": 9}) for question in questions))
+    code, out, _ = cli("--load-cache", file, "--prompt-file", str(lines), "--page-size", "16")
+    assert [json.loads(line)["text"] for line in out.splitlines()] == alone
+    same = ["--temperature", "1", "--seed", "5"]
+    alone = cli("--load-cache", file, "--prompt", "Why?", *new, *same)[1].removesuffix("\n")
+    code, out, _ = cli("--load-cache", file, "--prompt", "Why?", *new, *same, "--num-samples", "2")
+    assert json.loads(out.splitlines()[0])["text"] == alone
+
+
+def test_what_an_engine_saved_goes_on_as_plain_text(cli, tmp_path, checkpoint):
+    file, (model, tokenizer) = str(tmp_path / "doc.kv"), g.load_checkpoint(str(checkpoint), dtype=torch.float32)
+    ids = tokenizer.encode(PROMPT[:70])
+    g.Engine(model, build(bits=4, page_size=16), 1, len(ids)).save(file, ids)
+    flags = ["--raw", "--prompt", PROMPT[:70], "--bits", "4", "--max-new-tokens", "0"]
+    assert cli(*flags, "--save-cache", file + "2")[0] == 0
+    ours, theirs = g.Saved(file), g.Saved(file + "2")
+    assert (ours.said, ours.chat) == (theirs.said, theirs.chat)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    assert all(torch.equal(x, theirs.tensors[name]) for name, x in ours.tensors.items())
+    assert cli("--load-cache", file, "--bits", "4", "--prompt", PROMPT[70:], "--max-new-tokens", "20")[0] == 0
+
+
 @pytest.fixture
 def saved(cli, tmp_path):
     file = tmp_path / "doc.kv"
@@ -154,7 +329,8 @@ def test_a_file_of_something_else_is_refused(cli, saved, tmp_path, checkpoint):
     refused(*load, "--budget", "50", says="has None; drop one of them")
     refused(*load, "--raw", says="is a chat; drop it")
     refused(*load, "--system", "x", says="--system: the conversation")
-    refused(*load, "--prompt", "b", says="give one prompt")
+    refused(*load, "--prompt", "b", "--save-cache", str(tmp_path / "b"), says="give one prompt")
+    refused(*load, "--prompt", "b" * 1000, says="prompt 2: --max-new-tokens 200 after a prompt of 10")
     refused("--save-cache", str(tmp_path / "a" / "b"), says="--save-cache")
     refused("--save-cache", str(saved), "--num-samples", "2", "--temperature", "1", says="give one prompt")
     assert cli("--prompt", "Hi", *load, "--bits", "4", "--max-new-tokens", "2")[0] == 0
