@@ -1092,7 +1092,7 @@ def spoil(calls: Calls, keep: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     found = {id(x): x for _, args in calls for x in args if isinstance(x, Tensor)}.values()
     found = [(x, x.clone()) for x in found if x.untyped_storage().data_ptr() not in kept]
     for x, _ in found:
-        x.fill_(float("nan") if x.is_floating_point() else 0)
+        x.fill_(3 if x.is_floating_point() else 0)  # not NaN, which masked slots would keep: 0 * NaN is NaN
     return found
 
 
