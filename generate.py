@@ -107,7 +107,8 @@ def serve(args: argparse.Namespace) -> int:
         lines.append(params)
     longest = seen + max(len(ids) + params.max_new_tokens for ids, params in zip(prompts, lines, strict=True))
     lanes = min(args.max_batch, len(prompts) * args.num_samples)
-    engine = Engine(model, args.spec, lanes, longest, args.pages, args.prefill_layers, args.prefix)
+    prefix = args.prefix and not args.saved
+    engine = Engine(model, args.spec, lanes, longest, args.pages, args.prefill_layers, prefix)
     document = engine.load(args.saved) if args.saved else None
     report = Service(args, engine, tokenizer)
     for i, (ids, params) in enumerate(zip(prompts, lines, strict=True)):
@@ -589,10 +590,10 @@ class Engine:
         self.prefix = prefix and self.why_no_prefix() is None
         self.pool.prefixes.salt = repr((args, self.spec)).encode()
 
-    def make(self, batch: int) -> list[caches.KVCache]:
-        args, weight = self.model.args, self.model.norm.weight
-        rope = self.model.rope.frequencies
-        return self.spec(args, rope, batch, self.max_seq_len, weight.dtype, weight.device, self.pool)
+    def make(self, batch: int, paged: bool = True) -> list[caches.KVCache]:
+        spec, pool = (self.spec, self.pool) if paged else (replace(self.spec, page=0), None)
+        model, weight = self.model, self.model.norm.weight
+        return spec(model.args, model.rope.frequencies, batch, self.max_seq_len, weight.dtype, weight.device, pool)
 
     def why_no_prefix(self) -> str | None:
         """Why two prompts that begin alike cannot share pages here, if they cannot."""
@@ -627,7 +628,7 @@ class Engine:
         Raises UsageError for one that never fits: positions, pages, or lanes for its samples.
         """
         assert after is None or after in self.documents
-        T, new = len(prompt) + (after.seen if after else 0), params.max_new_tokens
+        T, new = (after.seen if after else 0) + len(prompt), params.max_new_tokens
         total = len(self.pool.refs) - 1 - sum(document.pages for document in self.documents)
         if not prompt:
             raise UsageError(EMPTY)
@@ -720,13 +721,11 @@ class Engine:
         --load-cache, as plain text: what follows it is in no chat template."""
         if not 0 < len(ids) <= self.max_seq_len:
             raise UsageError(f"{path}: a document has 1 to {self.max_seq_len} tokens here, and this one {len(ids)}")
-        weight, rope = self.model.norm.weight, self.model.rope.frequencies
-        spec = replace(self.spec, page=0)  # not in the pool, whose pages are for requests
-        layers = spec(self.model.args, rope, 1, self.max_seq_len, weight.dtype, weight.device)
+        layers = self.make(1, paged=False)  # pages are for requests
         pieces = [cache.fit([len(ids)], [0], 0, self.max_seq_len)[0] for cache in layers]
         deque(self.model.reading(torch.tensor([ids], device=self.device), 0, min(pieces), caches=layers), maxlen=0)
         said = {"messages": [], "seen": len(ids), "unread": [], "tokens": caches.chained(b"", tuple(ids)).hex()}
-        Saved.write(Path(path), self.model, spec, layers, said, False)
+        Saved.write(Path(path), self.model, self.spec, layers, said, False)
 
     def load(self, saved: "Saved | Path | str") -> Document:
         """A file of `save` or --save-cache becomes the beginning of requests, in pages that the pool gets for it.
@@ -735,10 +734,10 @@ class Engine:
         """
         saved = saved if isinstance(saved, Saved) else Saved(Path(saved))
         saved.check(self.model, self.spec)
-        slots = [x for name, x in saved.tensors.items() if name.endswith(".slot_pos")]  # [H,S]
-        pages = sum(len(x) * -(-x.shape[1] // self.spec.page) for x in slots)
+        held = [x for name, x in saved.tensors.items() if name.endswith(".slot_pos")]  # [H,S]
+        pages = sum(len(x) * -(-x.shape[1] // self.spec.page) for x in held)
         self.pool.enlarge(len(self.pool.refs) + pages)
-        self.decode = DecodeStep(self.model)  # the pool is somewhere else
+        self.decode = DecodeStep(self.model)  # its record has the old pool's addresses
         layers = self.make(1)
         try:
             saved.restore(layers)
@@ -747,8 +746,8 @@ class Engine:
                 cache.layout.release(0)
             raise
         appends, H = self.policy.appends, self.model.args.n_kv_head
-        used = [(cache.filled()[0] if appends else cache.policy.capacity.expand(H)).cpu().numpy() for cache in layers]
-        held = np.stack(used)
+        slots = [cache.filled()[0] if appends else cache.policy.capacity.expand(H) for cache in layers]
+        held = torch.stack(slots).cpu().numpy()
         self.documents.append(Document(saved.said["seen"], layers, held, held // self.spec.page * appends))
         return self.documents[-1]
 
@@ -1176,7 +1175,8 @@ class Service:
         return f"running {running}, waiting {waiting}, pages {e.pool.used - 1:,} of {len(e.pool.refs) - 1:,}"
 
     def data(self) -> dict:
-        engine, spec = self.engine, self.engine.spec
+        engine, spec, saved = self.engine, self.engine.spec, self.args.saved
+        documents = [cache for document in engine.documents for cache in document.caches]
         return {
             "requests": len(self.open),
             "prompt_tokens": self.prompt_tokens,
@@ -1187,11 +1187,12 @@ class Service:
                 "format": spec.format.replace("float", str(engine.caches[0].k_store.dtype)[6:]),
                 "bits": spec.bits,
                 "layout": spec.layout,
-                "bytes": caches.memory([*engine.caches, *engine.desk]),
+                "bytes": caches.memory([*engine.caches, *engine.desk, *documents]),
                 "lanes": len(engine.lanes),
                 "page_slots": spec.page,
                 "pages": len(engine.pool.refs) - 1,
                 "pages_at_peak": engine.peak,
+                "pages_of_documents": sum(document.pages for document in engine.documents),
                 "unused_slots_at_peak": engine.unused,
                 "preempted": engine.preempted,
                 "prefix_tokens": engine.hit_tokens,
@@ -1199,6 +1200,7 @@ class Service:
             },
             "time": {
                 "load_s": self.load_s,
+                **({"restore_s": saved.seconds} if saved else {}),
                 "serve_s": self.seconds,
                 "requests_s": len(self.open) / self.seconds if self.seconds else None,
                 "tok_s": self.new_tokens / self.seconds if self.seconds else None,

@@ -42,8 +42,8 @@ def text(n: int, seed: int) -> list[int]:
     return tokens(n, seed=seed)[0].tolist()
 
 
-def run(engine: Engine, requests: list[tuple[list[int], Params]]) -> list[list[int]]:
-    out = {engine.submit(prompt, params): [] for prompt, params in requests}
+def run(engine: Engine, requests: list[tuple[list[int], Params]], after=None) -> list[list[int]]:
+    out = {engine.submit(prompt, params, after=after): [] for prompt, params in requests}
     while engine.unfinished:
         for id, new in engine.step().items():
             out[id] += new
@@ -440,8 +440,9 @@ def test_what_never_fits_is_refused_when_it_comes(prompt, new, samples, says, mo
     assert engine.submit(text(160, 1), Params(10)) == 0
 
 
-def test_one_graph_for_the_life_of_an_engine():
-    """Lanes come and go, the longest changes, requests make way: the step is compiled once, and tokens are the same."""
+def test_one_graph_for_the_life_of_an_engine(tmp_path):
+    """Lanes come and go, the longest changes, requests make way, a document is loaded between two steps: the step is
+    compiled once, and tokens are the same."""
     requests = [(text(n, n), Params(new)) for n, new in [(30, 40), (300, 5), (5, 20), (200, 60), (90, 70), (1, 3)]]
     for name, bits, lanes in (("full", 4, 3), ("pyramid:window=8", 16, 3), ("h2o", 16, 1)):
         kind = spec(name, bits)
@@ -455,5 +456,14 @@ def test_one_graph_for_the_life_of_an_engine():
         assert run(engine, requests) == want
         assert graphs() == 1
         again = Engine(model, kind, lanes, 512, prefix=False)
-        assert run(again, requests[::-1]) == want[::-1]
+        again.save(tmp_path / "doc.kv", requests[1][0])
+        ids, out = [again.submit(*requests[3])], {}
+        while again.unfinished:
+            for id, new in again.step().items():
+                out.setdefault(id, []).extend(new)
+            if len(ids) == 1 and len(out[ids[0]]) == 5:
+                ids.append(again.submit(*requests[0], after=again.load(tmp_path / "doc.kv")))
+        other = Engine(model, kind, lanes, 512)
+        (want_after,) = run(other, requests[:1], other.load(tmp_path / "doc.kv"))
+        assert [out[id] for id in ids] == [want[3], want_after]
         assert graphs() == 1

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_questions_about_a_document(name, form, bits, residual, tmp_path, monkey
     monkeypatch.setattr(g, "greedy", spy)
     engine = g.Engine(model, after, 2, 256, prefill_layers=1)
     doc = engine.load(file)
-    assert ask(engine, doc, questions, 6) == want
+    assert ask(engine, doc, questions, g.Params(6)) == want
     assert all(map(torch.equal, read, logits))
     assert len(read) == 2
     assert engine.pool.used == 1 + doc.pages
@@ -102,11 +103,11 @@ def test_questions_about_a_document(name, form, bits, residual, tmp_path, monkey
     assert engine.pool.used == sum(engine.pool.refs) == 1
 
 
-def ask(engine, doc, questions: list[list[int]], new: int) -> list[list[int]]:
-    out = {engine.submit(question, g.Params(new), after=doc): [] for question in questions}
+def ask(engine, doc, questions: list[list[int]], params: g.Params) -> list[list[int]]:
+    out = {engine.submit(question, params, after=doc): [] for question in questions}
     while engine.unfinished:
-        for id, tokens_ in engine.step().items():
-            out[id] += tokens_
+        for id, new in engine.step().items():
+            out[id] += new
     return [*out.values()]
 
 
@@ -114,9 +115,9 @@ DOCUMENTS = [("full", 16, 16), ("full", 4, 16), ("snapkv:window=8", 4, 16), ("ad
 
 
 def loaded(model, name, bits, page, lanes, file, pages=None):
-    """An engine with a document of 101 tokens, and how many questions' worth of pages it has: `pages`, or enough."""
+    """An engine, and a document of 101 tokens that it has read from the file; the first one writes it."""
     kind = build(name, budget=None if name == "full" else 64, bits=bits, page_size=page)
-    engine = g.Engine(model, kind, lanes, 256, pages=pages)
+    engine = g.Engine(model, kind, lanes, 256, pages=pages, prefill_layers=1)
     if not file.exists():
         engine.save(file, tokens(101)[0].tolist())
     return engine, engine.load(file)
@@ -124,42 +125,53 @@ def loaded(model, name, bits, page, lanes, file, pages=None):
 
 @pytest.mark.parametrize(("name", "bits", "page"), DOCUMENTS)
 def test_questions_make_way_for_one_another(name, bits, page, tmp_path):
-    """They are read on top of the document again; samples of one and a text of its own go along."""
+    """They are read on top of the document again; texts of their own come before and after, and samples of one."""
     model, file = tiny_model(n_layer=2), tmp_path / "doc.kv"
-    questions = [tokens(9, seed=n)[0].tolist() for n in range(4)]
+    questions = [tokens(20, seed=n)[0].tolist() for n in range(4)]
     engine, doc = loaded(model, name, bits, page, 4, file)
-    want = [ask(engine, doc, [question], 60)[0] for question in questions]
-    own = engine.generate([questions[0]], g.Params(20))
-    most = engine.need(9, 59, after=doc) - int(doc.shared.sum())
-    assert most < engine.need(110, 59) or name == "h2o"
+    own = [ask(engine, None, [question], g.Params(20))[0] for question in questions]
+    engine, doc = loaded(model, name, bits, page, 4, file)
+    want = [ask(engine, doc, [question], g.Params(40))[0] for question in questions]
+    most = engine.need(20, 39, after=doc) - int(doc.shared.sum())
     small, doc = loaded(model, name, bits, page, 4, file, int(2.5 * most))
     small.pool.claim(len(small.pool.free) - int(2.5 * most))  # what the document did not take
-    assert ask(small, doc, questions, 60) == want
+    assert ask(small, None, questions[2:], g.Params(20)) == own[2:]
+    assert ask(small, doc, questions, g.Params(40)) == want  # none began with a text of its own
     assert small.preempted > 0 or name == "h2o"
+    assert ask(small, None, questions[:2], g.Params(20)) == own[:2]  # and the other way round
     one, two = small.submit(questions[1], g.Params(9, 1.0, seed=3), 2, after=doc)
-    plain, out = small.submit(questions[0], g.Params(20)), {}
+    out = {one: [], two: []}
     while small.unfinished:
         for id, new in small.step().items():
-            out.setdefault(id, []).extend(new)
-    again = [ask_one(engine, questions[1], g.Params(9, 1.0, seed=s), engine.documents[0]) for s in (3, 4)]
-    assert [out[one], out[two]] == again
-    assert out[plain] == own[0]  # and no question was taken for the beginning of a text
+            out[id] += new
+    samples = [ask(engine, engine.documents[0], [questions[1]], g.Params(9, 1.0, seed=seed))[0] for seed in (3, 4)]
+    assert [out[one], out[two]] == samples
 
 
-def ask_one(engine, question, params, doc):
-    id, out = engine.submit(question, params, after=doc), []
-    while engine.unfinished:
-        out += engine.step().get(id, [])
-    return out
+def test_a_question_is_read_while_lanes_take_the_last_pages(tmp_path):
+    """What was promised to it, nobody else takes; else it would find nothing at its end."""
+    model, file = tiny_model(n_layer=2), tmp_path / "doc.kv"
+    engine, doc = loaded(model, "full", 16, 4, 2, file)
+    requests = [(tokens(10, seed=1)[0].tolist(), g.Params(40)), (tokens(60, seed=2)[0].tolist(), g.Params(3))]
+    want = [ask(engine, doc, [question], params)[0] for question, params in requests]
+    for new in range(1, 6):
+        pages = engine.need(10, new, after=doc) + engine.need(60, 3, after=doc) - 2 * int(doc.shared.sum())
+        small, again = loaded(model, "full", 16, 4, 2, file, pages)
+        small.pool.claim(len(small.pool.free) - pages)
+        out = {small.submit(question, params, after=again): [] for question, params in requests}
+        while small.unfinished:
+            for id, told in small.step().items():
+                out[id] += told
+        assert [*out.values()] == want
 
 
 def test_a_document_is_there_once(tmp_path):
     """In pages of its own, on top of the pool's; of each question only its own, and a copy of the last one."""
     model = tiny_model(n_layer=2)
-    engine, doc = loaded(model, "full", 16, 16, 4, tmp_path / "doc.kv")
+    engine, doc = loaded(model, "full", 16, 32, 4, tmp_path / "doc.kv")
     size, heads = len(engine.pool.refs), 2 * 3
-    assert engine.pool.used - 1 == doc.pages == heads * 7
-    assert size == 1 + 4 * heads * 16 + doc.pages
+    assert engine.pool.used - 1 == doc.pages == heads * 4
+    assert size == 1 + 4 * heads * 8 + doc.pages
     for n in range(4):
         engine.submit([1, 2, n], g.Params(20), after=doc)
     while engine.waiting or engine.reading:
@@ -357,7 +369,7 @@ def test_a_file_is_old_or_new(cli, saved, monkeypatch, where):
     assert [x.name for x in saved.parent.iterdir()] == [saved.name]
 
 
-def test_what_a_file_says_of_itself(saved):
+def test_what_a_file_says_of_itself(saved, checkpoint):
     """A safetensors that other programs can read, with all that is needed to go on."""
     from safetensors import safe_open
 
@@ -367,6 +379,10 @@ def test_what_a_file_says_of_itself(saved):
     assert header["cache"] == ["full", None, "4", "auto", None]
     assert header["said"]["messages"][0] == {"role": "user", "content": "Hello there"}
     assert header["said"]["seen"] > 11
+    said = g.Saved(saved)
+    args, tokenizer = SimpleNamespace(saved=said, chat=True), g.load_checkpoint(str(checkpoint))[1]
+    assert g.Conversation(args, tokenizer).next("Why?") == g.Conversation(args, tokenizer).next("Why?")
+    assert said.said == header["said"]  # whoever goes on from it changes nothing
     assert {f"{i}.slot_pos" for i in range(3)} < names
     assert not any("table" in name for name in names)
 
