@@ -190,10 +190,11 @@ class Conversation:
         else:
             before = self.tokenizer.chat(self.messages, add_generation_prompt=False) if self.seen else []
             self.messages.append({"role": "user", "content": text})
-            ids = self.tokenizer.chat(self.messages)[len(before) :]
+            ids = self.tokenizer.chat(self.messages)
             if self.seen:  # what the template puts after an answer, such as its end of turn, has not been read yet
-                ends = [i for i, id in enumerate(before) if id in self.tokenizer.eos_ids]
-                ids = self.unread + (before[ends[-1] :] if ends else []) + ids
+                # Ends of turns are counted: a template may shorten earlier answers, by what the model thought.
+                ends, turns = ([i for i, id in enumerate(x) if id in self.tokenizer.eos_ids] for x in (ids, before))
+                ids = self.unread + ids[ends[len(turns) - 1] if 0 < len(turns) <= len(ends) else len(before) :]
         if not ids:
             raise UsageError(EMPTY)
         self.read = ids

@@ -1,9 +1,11 @@
 """The command line and the loop: what a user types, what comes out, and what is refused."""
 
+import argparse
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -249,8 +251,6 @@ def test_json_into_a_pipe_or_through_a_link(cli, tmp_path):
 
 @pytest.mark.parametrize("what", ["no-config", "torn", "gguf"])
 def test_broken_checkpoints(tmp_path, capsys, checkpoint, what):
-    import shutil
-
     path = tmp_path / "broken"
     shutil.copytree(checkpoint, path)
     if what == "no-config":
@@ -321,6 +321,26 @@ def test_a_conversation_reads_nothing_twice(cli, monkeypatch, flags):
     for line in ("Hello, who are you?", "And what is the capital of France?", "Thanks!"):
         assert text.count(line.encode()) == 1
     assert whole.count(257) == 6 and whole.count(256) == 5  # three turns of each; the last answer is still open
+
+
+def test_a_template_that_drops_earlier_thoughts(checkpoint, tmp_path):
+    """Of a second turn, everything after the first answer is read, however the template now writes that answer."""
+    path = tmp_path / "thinks"
+    shutil.copytree(checkpoint, path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace(
+        "m['content']", "(m['content'] if loop.last else m['content'].split('</think>')[-1])"
+    )
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = g.load_checkpoint(str(path))[1]
+    args = argparse.Namespace(saved=None, system=None, chat=True, spec=build())
+    talk = g.Conversation(args, tokenizer)
+    seen = len(talk.next("Hello")) + 9
+    for unread in ([], [65]):
+        answer = argparse.Namespace(answer=[65], answered="A long thought</think>Hi", seen=seen, unread=unread)
+        talk.answered(answer)
+        want = [256, *b"\n", 257, *b"user\nWhat?", 256, *b"\n", 257, *b"assistant\n"]
+        assert talk.next("What?") == unread + want
 
 
 def test_a_line_that_does_not_fit_is_refused_and_the_talk_goes_on(cli, monkeypatch):
