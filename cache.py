@@ -316,8 +316,8 @@ class KVCache(nn.Module):
 
     def resume(self, pages: list[list[int]], tokens: int) -> None:
         """A cache of one sequence begins with `tokens` tokens that each head's pages hold already."""
-        self.reset([0])
         self.allocate(-(-tokens // self.whole) * self.whole)
+        self.reset([0])
         for h, held in enumerate(pages):
             self.layout.pages[0][h] += held
             self.layout.enter(0, h)
@@ -1763,6 +1763,28 @@ class Pool:
         """The chunks [n * per_page] of n pages, in order."""
         return (torch.tensor(pages)[:, None] * self.per_page + torch.arange(self.per_page)).flatten()
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        return {f"{'k' if is_key else 'v'}{i}": part for (is_key, i), part in self.parts.items()}
+
+    def content(self, block: "Block") -> dict[str, Tensor]:
+        """What a block holds, on the host: of its n pages each part, [n * per_page, ..], and what it has exactly."""
+        at = self.chunks_of(block.pages).to(self.device)
+        held = {name: part[at] for name, part in self.named.items()} | block.exact
+        return {name: x.cpu() for name, x in held.items()}
+
+    def shapes(self, block: "Block", pages: int) -> dict[str, tuple]:
+        """Dtypes and shapes of `content`, once the block has so many pages."""
+        held = {name: (part.dtype, (pages * self.per_page, *part.shape[1:])) for name, part in self.named.items()}
+        return held | {name: (x.dtype, (*x.shape,)) for name, x in block.exact.items()}
+
+    def fill(self, block: "Block", content: dict[str, Tensor]) -> None:
+        """The inverse of `content`."""
+        at = self.chunks_of(block.pages).to(self.device)
+        for name, part in self.named.items():
+            part[at] = content[name].to(self.device)
+        block.exact = {name: content[name].to(self.device) for name in block.exact}
+
 
 class OutOfPages(Exception):
     """A pool of a fixed size has no more free pages."""
@@ -1771,13 +1793,14 @@ class OutOfPages(Exception):
 @dataclass(eq=False, repr=False)
 class Block:
     """As many tokens of a text as a page has slots, and the pages that hold them: head by head of the first layer, then
-    of the next. The block that completes the first tokens has those exactly, too, for rings."""
+    of the next. The block that completes the first tokens has those exactly, too, for rings: k [L,H,D,sink] and v
+    [L,H,sink,D]."""
 
     key: object
     parent: "Block | None"
     tokens: tuple[int, ...]
     pages: list[int]
-    exact: list | None = None  # of each layer
+    exact: dict[str, Tensor]
 
 
 def chained(parent: bytes, tokens: tuple[int, ...]) -> bytes:
@@ -1810,19 +1833,24 @@ class Prefixes:
         block = self.blocks.get(self.key(parent, tokens))
         return block if block and block.parent is parent and block.tokens == tokens else None
 
-    def publish(self, tokens: list[int], pages: list[list[int]], exact: Callable[[], list] | None = None) -> None:
-        """Blocks of a text that was computed: pages of each head of all layers. exact: what rings hold of the first
-        tokens, with the first block that has all of those."""
-        parent = None
+    def publish(self, tokens: list[int], pages: list[list[int]], exact: Callable[[], dict] = dict) -> list[Block]:
+        """The blocks of a text that was computed: pages of each head of all layers. exact: what rings hold of the first
+        tokens, for the first block that has all of those."""
+        found: list[Block] = []
         for j, block in enumerate(self.split(tokens)):
-            known = self.known(parent, block)
+            known = self.known(found[-1] if found else None, block)
             if known is None:
-                known = Block(self.key(parent, block), parent, block, [held[j] for held in pages])
-                if exact and (j + 1) * self.pool.page >= SINK > j * self.pool.page:
-                    known.exact = exact()
+                known = self.block(found, block, [held[j] for held in pages], exact)
                 self.blocks[known.key] = known
                 self.of_page.update(dict.fromkeys(known.pages, known))
-            parent = known
+            found.append(known)
+        return found
+
+    def block(self, before: list[Block], tokens: tuple[int, ...], pages: list[int], exact: Callable[[], dict]) -> Block:
+        """The one that comes after those `before` it; exact as in `publish`."""
+        parent, first = before[-1] if before else None, len(before) * self.pool.page
+        completes = first < SINK <= first + self.pool.page
+        return Block(self.key(parent, tokens), parent, tokens, pages, exact() if completes else {})
 
     def split(self, tokens: list[int]) -> list[tuple[int, ...]]:
         page = self.pool.page
@@ -1845,6 +1873,42 @@ class Prefixes:
                 del self.of_page[other]
         if self.blocks.get(block.key) is block:
             del self.blocks[block.key]
+
+
+def findable(layers: list[KVCache], tokens: int) -> int:
+    """How many blocks of a text may be found: its last token is computed, and what a ring holds of its end."""
+    ring = layers[0].residual
+    return max(tokens - (1 if ring is None else ring.length), 0) // layers[0].layout.pool.page
+
+
+def begin(layers: list[KVCache], found: list[Block]) -> int:
+    """Caches of one sequence begin with what these blocks hold, and take over a reference to each page. Returns how
+    many tokens that is: none, if a ring needs more of the first ones."""
+    pool, H, ring = layers[0].layout.pool, layers[0].layout.heads, layers[0].residual
+    hit = len(found) * pool.page
+    if hit < (1 if ring is None else ring.sink):
+        pool.release([page for block in found for page in block.pages])
+        return 0
+    for i, cache in enumerate(layers):
+        cache.resume([[block.pages[i * H + h] for block in found] for h in range(H)], hit)
+        if ring is not None:
+            exact = found[-(-SINK // pool.page) - 1].exact
+            cache.residual.restore(exact["exact_k"][i], exact["exact_v"][i])
+    return hit
+
+
+def first_tokens(layers: list[KVCache], row: int) -> dict[str, Tensor]:
+    """What rings hold of the first tokens of sequence row, as in `Block`; nothing where there are none."""
+    if layers[0].residual is None:
+        return {}
+    pairs = [cache.residual.first(row) for cache in layers]
+    return dict(zip(("exact_k", "exact_v"), map(torch.stack, zip(*pairs, strict=True)), strict=True))
+
+
+def publish(layers: list[KVCache], row: int, tokens: list[int]) -> list[Block]:
+    """The blocks of a text that sequence row holds, which from now on can be found."""
+    pages = [held for cache in layers for held in cache.layout.pages[row]]
+    return layers[0].layout.pool.prefixes.publish(tokens, pages, lambda: first_tokens(layers, row))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1905,6 +1969,20 @@ class CacheSpec:
     @property
     def format(self) -> str:
         return str(self.k) if str(self.k) == str(self.v) else f"k={self.k},v={self.v}"
+
+    @property
+    def identity(self) -> str:
+        """What decides how a text that is kept whole is written down, the same in every process."""
+        forms = (f"{which}={form},{form.bits}" for which, form in (("k", self.k), ("v", self.v)))
+        return " ".join([self.name, *forms, f"residual={self.residual}", f"page={self.page}"])
+
+    def why_no_prefix(self) -> str | None:
+        """Why two texts that begin alike cannot share pages, if they cannot."""
+        if not self.policy().everything:
+            return f"{self.name} keeps what the end of a prompt looks at"
+        kinds = {str(f): f.store(True, 64, torch.float32, "meta").alone for f in (self.k, self.v)}
+        scaled = [name for name, alone in kinds.items() if not alone]
+        return f"{scaled[0]} has a scale that a whole prompt sets" if scaled else None
 
     @property
     def endless(self) -> bool:

@@ -2,9 +2,9 @@
 
     python generate.py --cache pyramid --bits 4
 
-Top to bottom: `main` reads the flags; `generate` is the loop for one sequence, with sampling, the decode step and stop
-strings; `Engine` is the one for many; then the reports. Left out: beam search, speculative decoding, serving over a
-network.
+Top to bottom: `main` reads the flags; `Saved` and `PrefixStore` are what outlives a process; `generate` is the loop for
+one sequence, with sampling, the decode step and stop strings; `Engine` is the one for many; then the reports. Left out:
+beam search, speculative decoding, serving over a network.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def serve(args: argparse.Namespace) -> int:
     longest = seen + max(len(ids) + params.max_new_tokens for ids, params in zip(prompts, lines, strict=True))
     lanes = min(args.max_batch, len(prompts) * args.num_samples)
     prefix = args.prefix and not args.saved
-    engine = Engine(model, args.spec, lanes, longest, args.pages, args.prefill_layers, prefix)
+    engine = Engine(model, args.spec, lanes, longest, args.pages, args.prefill_layers, prefix, args.store)
     document = engine.load(args.saved) if args.saved else None
     report = Service(args, engine, tokenizer)
     for i, (ids, params) in enumerate(zip(prompts, lines, strict=True)):
@@ -228,21 +228,14 @@ class Saved:
     HEADER = ("version", "model", "cache", "said", "chat")
 
     def __init__(self, path: Path):
-        from safetensors import SafetensorError, safe_open
-
         self.name = name = f"--load-cache {path}"
         began = time.perf_counter()
         try:
-            with safe_open(path, "pt") as file:
-                about = file.metadata() or {}
-                self.tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            text, self.tensors = self.read(path)
         except OSError as error:
             raise UsageError(f"{name}: {error.strerror or error}") from None
-        except (SafetensorError, ValueError) as error:
-            raise UsageError(f"{name}: damaged, or not what --save-cache writes ({error})") from None
-        text = about.get("kv-fast", "")
-        if about.get("checksum") != self.checksum(text, self.tensors):
-            raise UsageError(f"{name}: damaged, or not what --save-cache writes (its checksum is wrong); make it anew")
+        except ValueError as error:
+            raise UsageError(f"{name}: damaged, or not what --save-cache writes ({error}); make it anew") from None
         try:
             header = json.loads(text)
             version, self.model, self.cache, self.said, self.chat = map(header.__getitem__, self.HEADER)
@@ -296,6 +289,22 @@ class Saved:
             raise UsageError(f"{self.name}: its layer {i} does not fit this cache ({error}); make it anew") from None
         self.seconds += time.perf_counter() - began
 
+    @classmethod
+    def read(cls, path: Path) -> tuple[str, dict[str, Tensor]]:
+        """The text and the tensors of a file. Raises OSError, and ValueError if it is not what was written."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(str(error)) from None
+        text = about.get("kv-fast", "")
+        if about.get("checksum") != cls.checksum(text, tensors):
+            raise ValueError("its checksum is wrong")
+        return text, tensors
+
     @staticmethod
     def checksum(text: str, tensors: dict[str, Tensor]) -> str:
         sum = hashlib.blake2b(text.encode(), digest_size=16)
@@ -308,6 +317,110 @@ class Saved:
     def layer(self, i: int) -> dict[str, Tensor]:
         start = f"{i}."
         return {name.removeprefix(start): x for name, x in self.tensors.items() if name.startswith(start)}
+
+
+class PrefixStore:
+    """Prefixes that outlive the process (after LMCache, 2510.09665): a directory with a file for each block of tokens.
+
+    A file is named by the block's hash. It is a safetensors of what the block holds in all layers and heads, with salt,
+    parent and tokens as JSON, and a checksum; one that is not what its name says is removed. Processes may share a
+    directory: a file is there whole or not at all, and one that has vanished is not found.
+    """
+
+    VERSION = 1  # of what is in a file
+    GIGABYTES = 10.0
+
+    def __init__(self, path: Path, gigabytes: float = GIGABYTES):
+        """gigabytes: beyond them, those files go that were used least recently. Raises OSError where path is not, and
+        cannot become, a directory to write to."""
+        self.path, self.limit, self.failed = path.resolve(), gigabytes * 1e9, ""
+        self.path.mkdir(parents=True, exist_ok=True)
+        probe = part_file(self.path / "probe")
+        probe.touch()
+        probe.unlink()
+
+    def load(self, layers: list, found: list[caches.Block], tokens: list[int], most: int) -> list[caches.Block]:
+        """found, then those of the first `most` blocks of a text that follow it here, in pages claimed for them.
+        layers: the caches of one sequence that are to begin with them."""
+        pool, pages, found = layers[0].layout.pool, len(layers) * layers[0].layout.heads, [*found]
+        for text in pool.prefixes.split(tokens)[len(found) : most]:
+            block = pool.prefixes.block(found, text, [], lambda: caches.first_tokens(layers, 0))
+            content = self.read(block, pool, pages)
+            if content is None:
+                break
+            block.pages = pool.claim(pages)
+            pool.fill(block, content)
+            found.append(block)
+        return found
+
+    def read(self, block: caches.Block, pool: caches.Pool, pages: int) -> dict[str, Tensor] | None:
+        """What `Pool.content` gave of a block of so many pages, if it is here."""
+        path = self.file(block)
+        try:
+            text, content = Saved.read(path)
+        except OSError:
+            return None
+        except ValueError:
+            text, content = "", {}
+        shapes = {name: (x.dtype, (*x.shape,)) for name, x in content.items()}
+        if text == self.about(block, pool) and shapes == pool.shapes(block, pages):
+            return content
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+    def save(self, pool: caches.Pool, blocks: list[caches.Block]) -> None:
+        """Writes those of a text's blocks that are not here, and marks all of them as used, the first as the latest: a
+        text without its beginning is not found. A full disk is no error, but `failed` says so."""
+        from safetensors.torch import save
+
+        now, wrote = time.time_ns(), False
+        try:
+            for i, block in enumerate(blocks):
+                path, used = self.file(block), (now - 1000 * i,) * 2
+                if path.exists():
+                    with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+                        os.utime(path, ns=used)
+                    continue
+                text, content, wrote = self.about(block, pool), pool.content(block), True
+                with all_or_nothing(path) as part:
+                    part.write_bytes(save(content, {"kv-fast": text, "checksum": Saved.checksum(text, content)}))
+                    os.utime(part, ns=used)
+            if wrote:
+                self.trim()
+        except OSError as error:
+            self.failed = error.strerror or str(error)
+
+    def trim(self) -> None:
+        """Removes what is beyond the limit, and what a process that was killed has left half-written."""
+        files = []
+        for entry in os.scandir(self.path):
+            with contextlib.suppress(OSError):  # another process removes files, too
+                stat = entry.stat()
+                if entry.name.endswith(".kv-fast"):
+                    files.append((stat.st_mtime_ns, stat.st_size, entry.path))
+                elif entry.name.startswith(PART) and time.time() - stat.st_mtime > 3600:
+                    os.unlink(entry.path)
+        excess = sum(size for _, size, _ in files) - self.limit
+        for _, size, path in sorted(files):
+            if excess <= 0:
+                break
+            excess -= size
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def file(self, block: caches.Block) -> Path:
+        return self.path / f"{block.key.hex()}.kv-fast"
+
+    @staticmethod
+    def about(block: caches.Block, pool: caches.Pool) -> str:
+        """What a hash stands for: it only says where to look."""
+        return json.dumps([pool.prefixes.salt.decode(), block.parent.key.hex() if block.parent else "", block.tokens])
+
+
+def salt(model: Transformer, spec: caches.CacheSpec) -> bytes:
+    """What the numbers of a prefix depend on besides its tokens; the same in every process."""
+    return f"{PrefixStore.VERSION} {fingerprint(model)} {spec.identity}".encode()
 
 
 def fingerprint(model: Transformer) -> str:
@@ -550,11 +663,12 @@ class Engine:
         pages: int | None = None,
         prefill_layers: int = 4,
         prefix: bool = True,
+        store: "PrefixStore | None" = None,
     ):
         """cache: what `caches.build` returned; max_batch: lanes; max_seq_len: of a prompt and its new tokens together;
         pages: of the pool, one head of one layer each, by default enough for all lanes at their longest; prefix: may
         prompts that begin alike share pages? With fewer than 16 bits what follows is then read on top of the codes, as
-        a second turn of a chat is."""
+        a second turn of a chat is. store: where they are looked for, too, and outlive the engine."""
         assert max_batch >= 1
         args, weight = model.args, model.norm.weight
         self.model, self.spec = model, cache if cache.page else replace(cache, page=self.PAGE)
@@ -586,23 +700,15 @@ class Engine:
         self.waiting: deque[list[Request]] = deque()  # each with the other samples of its prompt
         self.reading: list[Request] = []
         self.requests = self.admissions = 0
-        self.preempted = self.hit_tokens = self.peak = 0
+        self.preempted = self.hit_tokens = self.stored_tokens = self.peak = 0
         self.unused = 0.0
-        self.prefix = prefix and self.why_no_prefix() is None
-        self.pool.prefixes.salt = repr((args, self.spec)).encode()
+        self.prefix, self.store = prefix and self.spec.why_no_prefix() is None, store
+        self.pool.prefixes.salt = salt(model, self.spec)
 
     def make(self, batch: int, paged: bool = True) -> list[caches.KVCache]:
         spec, pool = (self.spec, self.pool) if paged else (replace(self.spec, page=0), None)
         model, weight = self.model, self.model.norm.weight
         return spec(model.args, model.rope.frequencies, batch, self.max_seq_len, weight.dtype, weight.device, pool)
-
-    def why_no_prefix(self) -> str | None:
-        """Why two prompts that begin alike cannot share pages here, if they cannot."""
-        if not self.policy.everything:
-            return f"{self.spec.name} keeps what the end of a prompt looks at"
-        kinds = {str(f): f.store(True, 64, torch.float32, "meta").alone for f in (self.spec.k, self.spec.v)}
-        scaled = [name for name, alone in kinds.items() if not alone]
-        return f"{scaled[0]} has a scale that a whole prompt sets" if scaled else None
 
     def need(self, prompt: int, new: int, samples: int = 1, after: Document | None = None) -> int:
         """Pages for that many samples of so many tokens each, at the end, or at most where heads share a budget; with
@@ -767,7 +873,7 @@ class Engine:
         for document in list(self.documents):
             self.drop(document)
         self.pool.prefixes.clear()
-        self.preempted = self.hit_tokens = self.peak = 0
+        self.preempted = self.hit_tokens = self.stored_tokens = self.peak = 0
         self.unused = 0.0
 
     # What happens inside
@@ -779,25 +885,26 @@ class Engine:
         group = self.waiting[0]
         if self.lanes.count(None) < len(group):
             return
-        prompt, after = group[0].prompt, group[0].after
-        found = [] if after else self.find(group[0])
-        shared, hit = [page for block in found for page in block.pages], len(found) * self.spec.page
+        (prompt, after), most = (group[0].prompt, group[0].after), self.findable(group[0])
+        found = [] if after else self.pool.prefixes.find(prompt)[:most]
+        shared = [page for block in found for page in block.pages]
         self.pool.share(shared)
         there = int(after.shared.sum()) if after else len(shared)
         if self.need(len(prompt), 1, len(group), after) - there > len(self.pool.free):
             self.pool.release(shared)
             return
+        known = len(found) * self.spec.page
+        if self.store is not None and not after:
+            found = self.store.load(self.desk, found, prompt, most)
+        hit = caches.begin(self.desk, found)
         self.reading = self.waiting.popleft()
         self.admissions += 1
         self.hit_tokens += hit
+        self.stored_tokens += max(hit - known, 0)
         for r in group:
             r.order, r.hit = self.admissions, r.hit if r.tokens else hit
-        H, pieces, start = self.model.args.n_kv_head, [], group[0].start + hit
+        pieces, start = [], group[0].start + hit
         for i, cache in enumerate(self.desk):
-            if found:
-                cache.resume([[block.pages[i * H + h] for block in found] for h in range(H)], hit)
-                if cache.residual is not None:
-                    cache.residual.restore(*found[-(-caches.SINK // self.spec.page) - 1].exact[i])
             if after:
                 cache.allocate(after.caches[i].slot_pos.shape[2])
                 cache.adopt(0, after.caches[i], share=True)
@@ -806,26 +913,18 @@ class Engine:
         ids = torch.tensor([prompt[hit:]], device=self.device)
         self.layers = self.model.reading(ids, start, min(pieces), caches=self.desk)
 
-    def find(self, r: Request) -> list[caches.Block]:
-        """Blocks that hold the beginning of a prompt. What a ring holds of its end has to be computed."""
-        if not self.prefix:
-            return []
-        ring, page = self.desk[0].residual, self.spec.page
-        found = self.pool.prefixes.find(r.prompt)
+    def findable(self, r: Request) -> int:
+        """How many blocks of a prompt may be found."""
+        most = caches.findable(self.desk, len(r.prompt)) if self.prefix else 0
         if r.tokens and self.spec.bits != 16:  # codes of what it had computed would not give the same answer
-            found = found[: r.hit // page]
-        if ring is not None:
-            found = found[: max(len(r.prompt) - ring.length, 0) // page]
-            found = found if len(found) * page >= ring.sink else []
-        return found
+            most = min(most, r.hit // self.spec.page)
+        return most
 
     def publish(self, tokens: list[int], layers: list[caches.KVCache], row: int) -> None:
         if self.prefix:
-            pages = [held for cache in layers for held in cache.layout.pages[row]]
-            exact = None
-            if layers[0].residual is not None:
-                exact = lambda: [cache.residual.first(row) for cache in layers]  # noqa: E731
-            self.pool.prefixes.publish(tokens, pages, exact)
+            blocks = caches.publish(layers, row, tokens)
+            if self.store is not None:
+                self.store.save(self.pool, blocks)
 
     def read_layer(self, out: dict[int, list[int]]) -> bool:
         """One more layer of the prompt that is being read; True if that was the last one."""
@@ -984,7 +1083,11 @@ class Report:
         self.unread: list[int] = []  # generated, but not yet in the cache
         self.health = Health(model) if args.stats else None
         self.prefill_s = self.compile_s = self.decode_s = 0.0
-        self.prefilled = self.steps = 0
+        self.prefilled = self.steps = self.found = 0
+        self.store, self.layers = args.store, [layer.attention.cache for layer in model.layers]
+        self.pool = self.layers[0].layout.pool
+        if self.store is not None:
+            self.pool.prefixes.salt = salt(model, args.spec)
 
     def stream(self, ids: list[int], start: int = 0, max_new_tokens: int | None = None) -> Iterator[str]:
         new = self.args.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -992,11 +1095,13 @@ class Report:
         self.clock, self.status = time.perf_counter(), Status(f"reading {len(ids)} tokens")
         self.prompt_tokens += len(ids)
         self.seen, self.unread = start + len(ids), []
+        begins = self.store is not None and start == 0
+        found = self.recall(ids) if begins else 0
         tokens = generate(
             self.model,
-            ids,
+            ids[found:],
             new,
-            start=start,
+            start=start + found,
             stop_ids=self.tokenizer.eos_ids,
             sample=self.sample,
             on_event=lambda name: self.event(name, len(ids)),
@@ -1013,6 +1118,14 @@ class Report:
             if self.args.json:  # nobody else wants it, and a conversation may have no end
                 self.token_ids += self.answer
                 self.text += self.answered
+        if begins:
+            self.store.save(self.pool, caches.publish(self.layers, 0, (ids + self.answer)[: self.seen]))
+
+    def recall(self, ids: list[int]) -> int:
+        """The caches begin with what the store has of a prompt: so many tokens."""
+        blocks = self.store.load(self.layers, [], ids, caches.findable(self.layers, len(ids)))
+        self.found = caches.begin(self.layers, blocks)
+        return self.found
 
     def decode(self, tokens: Iterator[int]) -> Iterator[str]:
         stream = self.tokenizer.stream()
@@ -1039,8 +1152,7 @@ class Report:
 
     def data(self) -> dict:
         """The report as it goes into --json."""
-        args, model = self.args, self.model
-        layers = [layer.attention.cache for layer in model.layers]
+        args, model, layers = self.args, self.model, self.layers
         kept = [int((c.slot_pos >= 0).sum(-1).float().mean().round()) for c in layers]
         nbytes = caches.memory(layers)
         B, H, _ = layers[0].slot_pos.shape
@@ -1063,7 +1175,8 @@ class Report:
                 "kept_per_head": [(c.slot_pos >= 0).sum(-1)[0].tolist() for c in layers],
                 "bytes": nbytes,
                 "full_bytes": full,
-                **({"pages": len(pool.refs), "pages_used": pool.used} if (pool := layers[0].layout.pool) else {}),
+                **({"pages": len(self.pool.refs), "pages_used": self.pool.used} if self.pool else {}),
+                **({"stored_tokens": self.found} if self.store else {}),
             },
             "time": {
                 "load_s": self.load_s,
@@ -1102,6 +1215,8 @@ class Report:
             + f"prefill {t['prefill_s']:.1f} s, compile {t['compile_s']:.1f} s, "
             f"decode {t['decode_s']:.1f} s",
         ]
+        if self.store:
+            lines.insert(2, f"prefix   {found_line(self.found, self.found, self.layers, self.store)}")
         if self.health:
             lines.append(health_line(data["health"]))
         return "\n".join(lines)
@@ -1197,7 +1312,8 @@ class Service:
                 "unused_slots_at_peak": engine.unused,
                 "preempted": engine.preempted,
                 "prefix_tokens": engine.hit_tokens,
-                "no_prefix_because": engine.why_no_prefix(),
+                "stored_tokens": engine.stored_tokens,
+                "no_prefix_because": spec.why_no_prefix(),
             },
             "time": {
                 "load_s": self.load_s,
@@ -1213,10 +1329,8 @@ class Service:
         data = self.data()
         c, t = data["cache"], data["time"]
         bits = f" {c['bits']} bits" if c["bits"] != 16 else ""
-        ring = self.engine.desk[0].residual
-        rest = f", and the last {ring.length} tokens are always read" if ring else ""
-        least = "" if c["prefix_tokens"] else f"; only whole pages of {c['page_slots']} tokens can be{rest}"
-        prefix = f"{c['prefix_tokens']:,} tokens found{least}" if self.engine.prefix else "not looked for"
+        prefix = found_line(c["prefix_tokens"], c["stored_tokens"], self.engine.desk, self.engine.store)
+        prefix = prefix if self.engine.prefix else "not looked for"
         prefix = f"none found: {c['no_prefix_because']}" if c["no_prefix_because"] else prefix
         return "\n".join(
             [
@@ -1230,6 +1344,17 @@ class Service:
                 f"all requests {t['serve_s']:.1f} s, compiling included)",
             ]
         )
+
+
+def found_line(found: int, stored: int, layers: list[caches.KVCache], store: PrefixStore | None) -> str:
+    """How many tokens were found for these caches of one sequence, and how many of them in the store; if none, what can
+    be."""
+    page, ring = layers[0].layout.pool.page, layers[0].residual
+    rest = f", and the last {ring.length} tokens are always read" if ring else ""
+    least = "" if found else f"; only whole pages of {page} tokens can be{rest}"
+    where = f"{f', {stored:,} of them' if stored < found else ''} in {store.path}" if store else ""
+    failed = f"; nothing more is written there: {store.failed}" if store and store.failed else ""
+    return f"{found:,} tokens found{where}{least}{failed}"
 
 
 class Progress:
@@ -1362,9 +1487,12 @@ def all_or_nothing(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+PART = ".kv-fast-"  # how the names of half-written files begin
+
+
 def part_file(path: Path) -> Path:
-    """Where a file is written before it takes the place of path; short, whatever path's own name is."""
-    return path.parent / f".kv-fast-{os.getpid()}"
+    """Where a file is written before it takes the place of path: another name at each call, and a short one."""
+    return path.parent / f"{PART}{os.urandom(8).hex()}"
 
 
 def check_writable(path: Path, flag: str = "--json") -> None:
@@ -1557,6 +1685,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=True,
         help="prompts that begin alike share pages, where the cache keeps everything (yes)",
     )
+    p.add_argument(
+        "--prefix-store",
+        type=Path,
+        metavar="DIR",
+        help="keep whole pages of prompts there, of 64 tokens, and find them in later runs, where --prefix could",
+    )
+    p.add_argument(
+        "--prefix-store-gb",
+        type=float,
+        metavar="N",
+        help=f"forget the least recently used beyond that ({PrefixStore.GIGABYTES:g})",
+    )
     p.add_argument("--save-cache", type=Path, metavar="FILE", help="at the end, what was read and answered, as a cache")
     p.add_argument("--load-cache", type=Path, metavar="FILE", help="go on from there: each prompt follows it")
     p.add_argument("--max-new-tokens", type=int, default=200)
@@ -1591,7 +1731,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.spec = caches.build(
         args.cache,
         **{name: getattr(args, name) for name in names[1:]},
-        page_size=args.page_size,
+        page_size=args.page_size or (Engine.PAGE if args.prefix_store else 0),
         select=args.select,
     )
     args.device = pick_device(args.device)
@@ -1603,6 +1743,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.batch = batch(args)
     check_batch(args)
     check_saved(args)
+    args.store = open_store(args)
     return args
 
 
@@ -1688,6 +1829,26 @@ def check_saved(args: argparse.Namespace) -> None:
             )
     if args.save_cache is not None:
         check_writable(args.save_cache, "--save-cache")
+
+
+def open_store(args: argparse.Namespace) -> PrefixStore | None:
+    """What --prefix-store names, if it is given and can be of use."""
+    path, size = args.prefix_store, args.prefix_store_gb
+    if path is None:
+        if size is not None:
+            raise UsageError(f"--prefix-store-gb {size:g}: there is no store; give --prefix-store DIR as well")
+        return None
+    for flag, given in {"--no-prefix": not args.prefix, "--load-cache": args.saved, "--stats": args.stats}.items():
+        if given:
+            raise UsageError(f"--prefix-store and {flag}: give one of them")
+    if why := args.spec.why_no_prefix():
+        raise UsageError(f"--prefix-store: nothing could be found, {why}; choose --cache full with --format int")
+    if size is not None and not size > 0:
+        raise UsageError(f"--prefix-store-gb {size:g}: give a number of gigabytes above 0")
+    try:
+        return PrefixStore(path, PrefixStore.GIGABYTES if size is None else size)
+    except OSError as error:
+        raise UsageError(f"--prefix-store {path}: {error.strerror}; give a directory that can be written to") from None
 
 
 def check_batch(args: argparse.Namespace) -> None:

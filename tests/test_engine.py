@@ -275,7 +275,7 @@ def test_where_prefixes_cannot_help(name, bits, form, why, model):
     run(engine, [(text(100, 1), Params(3))] * 3)
     assert engine.hit_tokens == 0
     assert not engine.pool.prefixes.blocks  # nothing compressed is ever published
-    assert why in engine.why_no_prefix()
+    assert why in engine.spec.why_no_prefix()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
