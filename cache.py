@@ -23,15 +23,22 @@ a token's true position; `slot_pos` [B,H,S] is the position held by each slot, -
 Every buffer is mutated in place and keeps its address while a sequence decodes; nothing raises inside `forward`.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
 import inspect
 import itertools
 import math
+import mmap
+import os
 import re
+import shutil
+import tempfile
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -43,7 +50,7 @@ import kernels
 from kernels import CHUNK
 
 RESIDUAL = 128  # newest tokens that a quantized cache also holds exactly, unless told otherwise (KIVI's, 2402.02750)
-SCRATCH = ("layout.table", "selection.chosen")  # buffers of a cache that say nothing of what it holds
+SCRATCH = ("layout.table", "layout.newest", "selection.chosen")  # buffers of a cache that say nothing of what it holds
 SINK = 4  # first tokens that it also holds exactly: their keys are unlike all others and take much of the attention
 LONGEST = 2**31 - 1  # tokens of a text: `slot_pos` is int32
 
@@ -89,7 +96,8 @@ class KVCache(nn.Module):
         self.register_buffer("slot_pos", empty, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """q [B,H*G,T,D], k and v [B,H,T,D], pos [B,T] -> what attention reads, [B,H*G,T,D]."""
+        """q [B,H*G,T,D], k and v [B,H,T,D], pos [B,T] -> what attention reads, [B,H*G,T,D]. In between `enter` and
+        `leave`."""
         if q.shape[2] > 1:
             return self.prefill(q, k, v, pos)
         self.k_store.begin(k, pos == 0)
@@ -97,6 +105,7 @@ class KVCache(nn.Module):
         slot = self.policy.place(self, q, k, v, pos)
         if self.selection is not None:
             self.selection.add(slot, k, self.slot_pos)
+        self.layout.wrote(slot)
         self.put(slot, k, v, pos)
         self.policy.measure(self, slot)
         y, mass = self.attend(q.unflatten(1, (k.shape[1], -1)).squeeze(3), pos[:, 0])
@@ -287,6 +296,19 @@ class KVCache(nn.Module):
         if self.selection is not None:
             self.selection.allocate(self.layout, slots)
 
+    def enter(self) -> None:
+        """Before the layer reads or is read: what it holds is where it can be computed with. For the model, around
+        `forward`, since a compiled graph cannot wait."""
+        self.layout.begin()
+        for calls in kernels.RECORDING:
+            calls.append((self.layout.begin, []))
+
+    def leave(self, step: bool) -> None:
+        """After that; step: it was a step, not a prompt."""
+        self.layout.end(step)
+        for calls in kernels.RECORDING:
+            calls.append((functools.partial(self.layout.end, step), []))
+
     def lane(self, row: int) -> "KVCache":
         """Sequence `row` alone: a cache of one sequence in the same memory. State is only ever mutated in place."""
         view = narrow(copy.copy(self), self, row)
@@ -330,8 +352,9 @@ class KVCache(nn.Module):
         """All that a cache of one sequence holds, as tensors that do not depend on the layout. (A policy that appends
         gives back the room that it has not used.)"""
         if self.policy.appends:
-            used = int(self.filled().max())
+            used = int(filled(self.slot_pos).max())
             self.allocate(-(-max(used, 1) // CHUNK) * CHUNK)
+        self.layout.begin()
         stored = self.parts()
         own = {name: x[0] for name, x in self.rows().items() if name not in SCRATCH and name not in stored}
         return own | {name: store.parts()[i][0] for name, (store, i) in stored.items()}
@@ -353,9 +376,8 @@ class KVCache(nn.Module):
                     raise ValueError(name)
                 part = tuple(slice(min(a, b)) for a, b in zip(mine.shape, theirs.shape, strict=True))
                 mine[part] = theirs[part]
-        self.layout.hold(
-            self.filled() if self.policy.appends else self.policy.capacity[:, None].expand_as(self.filled())
-        )
+        used = filled(self.slot_pos)
+        self.layout.hold(used if self.policy.appends else self.policy.capacity[:, None].expand_as(used))
         for name, (store, i) in stored.items():
             mine, theirs = store.parts()[i][0], state[name]
             if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
@@ -363,20 +385,17 @@ class KVCache(nn.Module):
             self.layout.fill(store.stored[i], theirs, store.slots_last(i))
         if self.selection is not None and "selection.bounds" not in state:
             self.selection.measure(self.k_store, self.slot_pos)
+        self.layout.end(step=False)
 
     def parts(self) -> "dict[str, tuple[Store, int]]":
         """Names of the stores' parts, and which those are."""
         both = ("k_store", self.k_store), ("v_store", self.v_store)
         return {f"{name}.{part}": (store, i) for name, store in both for i, part in enumerate(store.names)}
 
-    def filled(self) -> Tensor:
-        """How many of each head's slots [B,H], from the first on, have to be kept to keep those that hold a token."""
-        upto = torch.arange(1, self.slot_pos.shape[2] + 1, device=self.slot_pos.device)
-        return ((self.slot_pos >= 0) * upto).amax(-1)
-
     def reset(self, sequences: list[int] | None = None) -> None:
         """Empty, all or some of the sequences: buffer by buffer what a new cache of this size holds."""
         sequences = range(len(self.slot_pos)) if sequences is None else sequences
+        self.layout.begin()
         for b in sequences:
             self.layout.release(b)
         fill = {"slot_pos": -1, "residual.slot": -1, "policy.capacity": self.slot_pos.shape[2]}
@@ -384,6 +403,7 @@ class KVCache(nn.Module):
         for name, buffer in self.rows().items():
             for b in sequences:
                 buffer[b] = fill.get(name, 0)
+        self.layout.end(step=False)
 
     def rows(self) -> dict[str, Tensor]:
         """The buffers [B,..] that have a part for every sequence: all, but for a pool's, which its pages are in."""
@@ -404,7 +424,14 @@ class KVCache(nn.Module):
 
 def memory(layers: "list[KVCache]") -> int:
     """Bytes of all live buffers of these caches; of a pool that they share, once."""
-    return sum({b.data_ptr(): b.nbytes for cache in layers for b in cache.buffers()}.values())
+    held = {b.untyped_storage().data_ptr(): b for cache in layers for b in cache.buffers()}
+    homes = {b.data_ptr() for cache in layers for b in cache.layout.home}
+    return sum(b.untyped_storage().nbytes() for at, b in held.items() if at not in homes)
+
+
+def offloaded(layers: "list[KVCache]") -> int:
+    """Bytes of those that live in another memory than the device's."""
+    return sum({b.data_ptr(): b.nbytes for cache in layers for b in cache.layout.home}.values())
 
 
 def longest_window(positions: int) -> int:
@@ -428,6 +455,11 @@ def rows(index: Tensor) -> tuple[Tensor, Tensor]:
     the whole buffer for a scatter.)"""
     B, H, _ = index.shape
     return torch.arange(B, device=index.device)[:, None, None], torch.arange(H, device=index.device)[:, None]
+
+
+def filled(slot_pos: Tensor) -> Tensor:
+    """slot_pos [..,S] -> how many slots [..], from the first on, there are up to the last that holds a token."""
+    return ((slot_pos >= 0) * torch.arange(1, slot_pos.shape[-1] + 1, device=slot_pos.device)).amax(-1)
 
 
 def vacate(slot_pos: Tensor, slot: Tensor, unit: int, b: Tensor | None = None, h: Tensor | None = None) -> None:
@@ -1537,9 +1569,10 @@ class Dense(nn.Module):
 
     chunk, pool = CHUNK, None  # slots of a chunk; where pages come from
 
-    def __init__(self, batch: int, heads: int):
+    def __init__(self, batch: int, heads: int, memory: "Memory"):
         super().__init__()
-        self.batch, self.heads = batch, heads
+        self.batch, self.heads, self.memory = batch, heads, memory
+        self.held: dict[tuple, Tensor] = {}  # the buffers of the stores
         self.register_buffer("table", None, persistent=False)
 
     def chunks(self, slots: int) -> int:
@@ -1549,8 +1582,13 @@ class Dense(nn.Module):
 
     def buffer(self, key: tuple, sample: Tensor, old: Tensor | None, slots: int) -> Tensor:
         """A part of a store, of chunks that look like `sample`: with what was in it before, if it is not a new one."""
-        old = sample.new_zeros(self.batch, self.heads, 0, *sample.shape) if old is None else old
-        return resized(old, 2, self.chunks(slots))
+        new = self.memory.zeros((self.batch, self.heads, self.chunks(slots), *sample.shape), sample.dtype)
+        if old is not None:
+            n = min(old.shape[2], new.shape[2])
+            new[:, :, :n] = old[:, :, :n]
+        torch._dynamo.maybe_mark_dynamic(new, 2)
+        self.held[key] = new
+        return new
 
     def locate(self, sequence: Tensor, head: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
         """Slots of sequences and heads, tensors that broadcast -> indices of chunks in a store's buffers, and of
@@ -1585,6 +1623,21 @@ class Dense(nn.Module):
     def release(self, sequence: int) -> None:
         """A sequence needs none of its slots any more."""
 
+    @property
+    def home(self) -> list[Tensor]:
+        """What is kept in another memory than the device's."""
+        return [*(self.pool.parts if self.pool else self.held).values()] if self.memory.away else []
+
+    def begin(self) -> None:
+        """This layer is next."""
+        self.memory.expect(self)
+
+    def end(self, step: bool) -> None:
+        """This layer has been; step: it wrote to one slot of each head, as `wrote` was told, else to any."""
+
+    def wrote(self, slot: Tensor) -> None:
+        """Told inside of a step that it writes to slot [B,H,1]."""
+
 
 class Paged(Dense):
     """Pages of one pool, claimed when a head's slots need them (PagedAttention, 2309.06180).
@@ -1595,7 +1648,7 @@ class Paged(Dense):
     """
 
     def __init__(self, batch: int, heads: int, pool: "Pool", device):
-        super().__init__(batch, heads)
+        super().__init__(batch, heads, pool.memory)
         self.pool, self.chunk = pool, pool.chunk
         self.pages: list[list[list[int]]] = [[[] for _ in range(heads)] for _ in range(batch)]
         self.table = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
@@ -1696,8 +1749,8 @@ class Pool:
     are claimed, for sequences whose lengths are known.
     """
 
-    def __init__(self, page: int, pages: int | None, device):
-        self.prefixes = Prefixes(self)
+    def __init__(self, page: int, pages: int | None, device, memory: "Memory | None" = None):
+        self.prefixes, self.memory = Prefixes(self), memory or Memory(device)
         self.page, self.fixed, self.device = page, pages is not None, torch.device(device)
         # Slots that lie side by side; more than a vector's worth has no use.
         self.chunk = page if page < CHUNK else math.gcd(page, CHUNK)
@@ -1712,7 +1765,7 @@ class Pool:
         """The buffer [pages * per_page, ..] of parts that look like `sample`, a chunk. All layers have the same one."""
         if key not in self.parts:
             shape = len(self.refs) * self.per_page, *sample.shape
-            self.parts[key] = torch.zeros(shape, dtype=sample.dtype, device=self.device)
+            self.parts[key] = self.memory.zeros(shape, sample.dtype)
             torch._dynamo.maybe_mark_dynamic(self.parts[key], 0)
         return self.parts[key]
 
@@ -1720,7 +1773,9 @@ class Pool:
         """So many pages in all, new ones free. In place: every layer's buffer is the same tensor."""
         old = len(self.refs)
         for part in self.parts.values():
-            part.resize_(pages * self.per_page, *part.shape[1:])[old * self.per_page :].zero_()
+            larger = self.memory.zeros((pages * self.per_page, *part.shape[1:]), part.dtype)
+            larger[: len(part)] = part
+            part.set_(larger)
         self.free.update(dict.fromkeys(range(old, pages)))
         self.refs += [0] * (pages - old)
 
@@ -1784,6 +1839,189 @@ class Pool:
         for name, part in self.named.items():
             part[at] = content[name].to(self.device)
         block.exact = {name: content[name].to(self.device) for name in block.exact}
+
+
+class Memory:
+    """Where stores keep what they write down: on the device. Another kind is another `zeros`."""
+
+    away = False  # is it another one than the device's?
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+        self.layers: list[Dense] = []  # dense ones that are read where they are, in order
+
+    def zeros(self, shape: tuple, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def expect(self, layout: Dense) -> None:
+        """Told which layer is next, before it reads."""
+
+
+class Disk(Memory):
+    """Files that are mapped into memory: what is read comes up, page by page, and may leave again when memory is short.
+
+    A file has no name: nobody else can open it, and it is gone when the process is, however that ends. Dense layers
+    are asked for one ahead, so that the disk reads one while another computes.
+    """
+
+    away = True
+
+    def __init__(self, path: str):
+        """path: a directory. Raises SpecError if no file can be made there."""
+        super().__init__("cpu")
+        self.path, self.maps = path, {}
+        with self.file():
+            pass
+
+    def file(self):
+        try:
+            return tempfile.TemporaryFile(dir=self.path, prefix="kv-fast-")
+        except OSError as error:
+            raise SpecError(f"--offload disk:{self.path}: {error.strerror}; give a directory to write to") from None
+
+    def zeros(self, shape, dtype):
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.zeros(shape, dtype=dtype)
+        with self.file() as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                free = shutil.disk_usage(self.path).free
+                raise SpecError(
+                    f"--offload disk:{self.path}: {nbytes:,} bytes more do not fit ({error.strerror}; {free:,} are "
+                    f"free); give another directory, or fewer --bits or --budget"
+                ) from None
+            mapped = mmap.mmap(file.fileno(), nbytes)
+        part = torch.frombuffer(mapped, dtype=dtype).view(shape)
+        self.maps = {at: known for at, known in self.maps.items() if known() is not None}
+        self.maps[part.data_ptr()] = weakref.ref(mapped)
+        return part
+
+    def expect(self, layout):
+        """Of dense layers, the one after this comes up. (Pages are anywhere in their files.)"""
+        if layout.pool is None and self.layers:
+            for part in self.layers[(layout.number + 1) % len(self.layers)].held.values():
+                self.maps[part.data_ptr()]().madvise(mmap.MADV_WILLNEED)
+
+
+class Host(Memory):
+    """The host's memory, from which a GPU copies without waiting."""
+
+    away = True
+
+    def __init__(self):
+        super().__init__("cpu")
+
+    def zeros(self, shape, dtype):
+        return torch.zeros(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+class Stage:
+    """Two places on the device for layers whose home is elsewhere, which take turns: a layer's is free for the next but
+    one once its step is computed and its new tokens are home.
+
+    One worker does all copies, in order. It starts when the layer that used the place is done, and a layer waits for
+    its own, so that no place is written while it is read. Homes are the truth: a place can be filled again at any time.
+    """
+
+    def __init__(self, device):
+        self.device, self.layers = torch.device(device), []
+        self.worker = ThreadPoolExecutor(1)
+        self.places: tuple[dict, dict] = {}, {}
+        self.holds: list[int | None] = [None, None]  # the layer whose content is in each place, or on its way
+        self.coming: list[Future | None] = [None, None]
+        self.stream = torch.cuda.Stream(device) if self.device.type == "cuda" else None
+
+    def place(self, number: int, key: tuple, home: Tensor) -> Tensor:
+        """A part of a layer, with what its home holds, in the memory that it shares with every other layer's."""
+        place = self.places[number % 2]
+        if key not in place:
+            place[key] = torch.zeros(0, dtype=torch.uint8, device=self.device).untyped_storage()
+        if place[key].nbytes() < home.nbytes:
+            place[key].resize_(home.nbytes)  # for all that refer to it
+        self.holds[number % 2] = number
+        return torch.empty(0, dtype=home.dtype, device=self.device).set_(place[key], 0, home.shape).copy_(home)
+
+    def enter(self, number: int) -> None:
+        self.wait(number % 2)
+        if self.holds[number % 2] != number:
+            self.copy(number)
+
+    def wait(self, i: int) -> None:
+        coming, self.coming[i] = self.coming[i], None
+        if coming is not None:
+            coming.result()
+
+    def copy(self, number: int) -> None:
+        """A layer comes up."""
+        self.layers[number].up()
+        self.holds[number % 2] = number
+
+    def leave(self, number: int, slot: Tensor) -> None:
+        """After a step that wrote to slot [B,H,1]: that goes home, and the next layer of this place comes up."""
+        following = number + 2 if number + 2 < len(self.layers) else number % 2
+        done = torch.cuda.Event() if self.stream else None
+        if done:
+            done.record()
+
+        def work() -> None:
+            with torch.no_grad(), torch.cuda.stream(self.stream) if done else contextlib.nullcontext():
+                if done:
+                    self.stream.wait_event(done)
+                self.layers[number].down(slot)
+                if following != number:
+                    self.layers[following].up()
+                if done:
+                    self.stream.synchronize()
+
+        self.holds[number % 2] = following
+        self.coming[number % 2] = self.worker.submit(work)
+
+
+class Staged(Dense):
+    """A place of its own for every sequence in another memory, from where a layer comes up in time (`Stage`)."""
+
+    def __init__(self, batch: int, heads: int, memory: Memory, stage: Stage):
+        super().__init__(batch, heads, memory)
+        self.stage, self.number = stage, len(stage.layers)
+        self.shown: dict[tuple, Tensor] = {}  # what is held, on the device
+        newest = torch.zeros(batch, heads, 1, dtype=torch.int64, device=stage.device)
+        self.register_buffer("newest", newest, persistent=False)
+        stage.layers.append(self)
+
+    def buffer(self, key, sample, old, slots):
+        """Stores see the place on the device."""
+        self.stage.wait(self.number % 2)
+        home = super().buffer(key, sample, self.held.get(key), slots)
+        self.shown[key] = self.stage.place(self.number, key, home)
+        torch._dynamo.maybe_mark_dynamic(self.shown[key], 2)
+        return self.shown[key]
+
+    def up(self) -> None:
+        for key, part in self.shown.items():
+            part.copy_(self.held[key], non_blocking=True)
+
+    def down(self, slot: Tensor | None = None) -> None:
+        """Home goes all, or the chunks that have slot [B,H,1]."""
+        for key, part in self.shown.items():
+            if slot is None:
+                self.held[key].copy_(part)
+            else:
+                at = *rows(slot), slot // CHUNK
+                self.held[key][tuple(i.cpu() for i in at)] = part[at].cpu()
+
+    def begin(self):
+        self.stage.enter(self.number)
+
+    def end(self, step):
+        if step:
+            self.stage.leave(self.number, self.newest)
+        else:
+            self.down()
+
+    def wrote(self, slot):
+        self.newest.copy_(slot)
 
 
 class OutOfPages(Exception):
@@ -1955,6 +2193,9 @@ class CacheSpec:
     residual: int
     page: int = 0  # slots of a page; 0: no pages
     select: int | float | None = None  # tokens that a step reads, or a fraction; None: all
+    offload: str = "none"  # none, cpu, or disk:DIR
+    away: tuple[int, ...] | None = None  # the layers that are offloaded; None: all
+    staged: bool = False  # do layers come up whole? Always where the device is not the CPU
     dense: int = 2  # layers, from the first on, that read all nevertheless: their attention is spread (2406.10774)
     given: tuple = ()  # what `build` was told, but for pages
 
@@ -2028,10 +2269,25 @@ class CacheSpec:
             )
         length, dim = min(self.residual, max_seq_len), args.head_dim
         slots = functools.lru_cache(lambda prompt: self.slots(prompt, args.n_layer))  # one plan, for all layers
-        pool = Pool(self.page, None, device) if self.page and pool is None else pool
+        memory, near = self.memory(device), Memory(device)
+        staged = memory.away and (self.staged or torch.device(device).type != "cpu")
+        stage = Stage(device) if staged else None
+        pool = Pool(self.page, None, device, memory) if self.page and pool is None else pool
+
+        def place(i: int) -> Dense:
+            if pool is not None:
+                return Paged(batch, args.n_kv_head, pool, device)
+            if self.away is not None and i not in self.away:
+                return Dense(batch, args.n_kv_head, near)
+            if stage is not None:
+                return Staged(batch, args.n_kv_head, memory, stage)
+            layout = Dense(batch, args.n_kv_head, memory)
+            layout.number = len(memory.layers)
+            memory.layers.append(layout)
+            return layout
 
         def layer(i: int) -> KVCache:
-            layout = Paged(batch, args.n_kv_head, pool, device) if pool else Dense(batch, args.n_kv_head)
+            layout = place(i)
             k_store, v_store = self.k.store(True, dim, dtype, device), self.v.store(False, dim, dtype, device)
             residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
             policy = self.policy().attach(i, rope, args.max_seq_len)
@@ -2040,6 +2296,22 @@ class CacheSpec:
             return KVCache(policy, k_store, v_store, layout, residual, lambda T: slots(T)[i], selection)
 
         return [layer(i) for i in range(args.n_layer)]
+
+    def memory(self, device) -> Memory:
+        """Where codes live, for a model on that device. Raises SpecError where that cannot be."""
+        kind, _, path = self.offload.partition(":")
+        if kind == "none":
+            return Memory(device)
+        if torch.device(device).type == "cpu" and kind == "cpu":
+            raise SpecError("--offload cpu: the model is on the CPU, and so in its memory already; choose disk")
+        wrong = "--page-size" if self.page else "--select" if self.select is not None else None
+        if wrong and torch.device(device).type != "cpu":
+            raise SpecError(f"--offload {self.offload} {wrong}: on a GPU layers come up whole; drop one of them")
+        return (
+            Host()
+            if kind == "cpu"
+            else Disk(path or ("/var/tmp" if os.path.isdir("/var/tmp") else tempfile.gettempdir()))
+        )
 
 
 def build(
@@ -2051,6 +2323,7 @@ def build(
     residual: int | None = None,
     page_size: int = 0,
     select: int | float | None = None,
+    offload: str = "none",
 ) -> CacheSpec:
     """A cache from names.
 
@@ -2060,7 +2333,8 @@ def build(
     values apart, `k=4,v=2`. format: auto or one of FORMATS, as `NAME[:key=value,..]`, also apart: `k=int,v=nvfp4`.
     residual: how many of the newest tokens are also kept exactly, and the first 4; default 128 below 16 bits.
     page_size: slots of a page, any number; 0: no pages. select: how many tokens a step reads of all that a head holds,
-    as a count or a fraction; default all.
+    as a count or a fraction; default all. offload: where what is written down lives: none (the device), cpu (the
+    host's memory, for a GPU), or disk, also `disk:DIR`.
     Raises SpecError, which names the flag, what was given and what would work.
     """
     name, _, rest = cache.partition(":")
@@ -2097,6 +2371,8 @@ def build(
             f"--page-size {page_size}: {unit} tokens of --format {forms[0].name} share the scales of their keys; give "
             f"a multiple of {unit}, or choose --format int"
         )
+    if offload not in ("none", "cpu", "disk") and not re.match("disk:.", offload):
+        raise SpecError(f"--offload {offload}: choose none, cpu, disk or disk:DIR")
     if select is not None:
         check_select(select, name, policy, page_size)
     if budget is not None and name == "full":
@@ -2109,6 +2385,7 @@ def build(
         0 if exact else RESIDUAL if residual is None else residual,
         page_size,
         select,
+        offload,
         given=(cache, budget, bits, format, residual),
     )
 

@@ -148,6 +148,14 @@ class Together(nn.Module):
     def fit(self, *sizes) -> list[int]:
         return [min(n) for n in zip(*(cache.fit(*sizes) for cache in self.members), strict=True)]
 
+    def enter(self) -> None:
+        for cache in self.members:
+            cache.enter()
+
+    def leave(self, step: bool) -> None:
+        for cache in self.members:
+            cache.leave(step)
+
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         for cache in self.members:
             cache.store(q, k, v, pos)

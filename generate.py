@@ -504,7 +504,10 @@ class DecodeStep:
             self.pos.copy_(pos)
             self.again()
             return self.logits
-        if not self.model.compiled or self.steps != 2:
+        # Layers that come and go between a step's kernels are waited for, which is no kernel.
+        layouts = [getattr(layer.attention.cache, "layout", None) for layer in self.model.layers]
+        staged = any(isinstance(layout, caches.Staged) for layout in layouts)
+        if not self.model.compiled or self.steps != 2 or staged:
             return self.model(tok, pos)
         self.x, self.rope, self.pos = self.model.tok_embeddings(tok), self.model.rope(pos), pos.clone()
         return self.record_cuda() if tok.is_cuda else self.record_cpu()
@@ -682,12 +685,12 @@ class Engine:
             self.spec.page_bytes(args.head_dim, weight.dtype) + 200,
             free_memory(weight.device),
         )  # and the host's
-        if pages * size > free:
+        if pages * size > free and self.spec.offload == "none":
             raise UsageError(
                 f"--pages {pages}: they take {pages * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; give at "
                 f"most {int(free / size):,}, or fewer --max-batch, --max-new-tokens or --bits"
             )
-        self.pool = caches.Pool(self.spec.page, 1 + pages, weight.device)
+        self.pool = caches.Pool(self.spec.page, 1 + pages, weight.device, self.spec.memory(weight.device))
 
         self.caches, self.desk = self.make(max_batch), self.make(1)
         self.documents: list[Document] = []
@@ -842,7 +845,8 @@ class Engine:
         saved = saved if isinstance(saved, Saved) else Saved(Path(saved))
         saved.check(self.model, self.spec)
         held = [x for name, x in saved.tensors.items() if name.endswith(".slot_pos")]  # [H,S]
-        pages = sum(len(x) * -(-x.shape[1] // self.spec.page) for x in held)
+        slots = [caches.filled(x) if self.policy.appends else torch.tensor([x.shape[1]] * len(x)) for x in held]
+        pages = sum(int((-(-n // self.spec.page)).sum()) for n in slots)
         self.pool.enlarge(len(self.pool.refs) + pages)
         self.decode = DecodeStep(self.model)  # its record has the old pool's addresses
         layers = self.make(1)
@@ -853,7 +857,7 @@ class Engine:
                 cache.layout.release(0)
             raise
         appends, H = self.policy.appends, self.model.args.n_kv_head
-        slots = [cache.filled()[0] if appends else cache.policy.capacity.expand(H) for cache in layers]
+        slots = [caches.filled(cache.slot_pos)[0] if appends else cache.policy.capacity.expand(H) for cache in layers]
         held = torch.stack(slots).cpu().numpy()
         self.documents.append(Document(saved.said["seen"], layers, held, held // self.spec.page * appends))
         return self.documents[-1]
@@ -1654,6 +1658,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
     p.add_argument(
+        "--offload",
+        default="none",
+        metavar="none|cpu|disk[:DIR]",
+        help="where the cache's codes live: with the model (none), in the host's memory, or in a file",
+    )
+    p.add_argument(
         "--select",
         type=number,
         metavar="N",
@@ -1733,6 +1743,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         **{name: getattr(args, name) for name in names[1:]},
         page_size=args.page_size or (Engine.PAGE if args.prefix_store else 0),
         select=args.select,
+        offload=args.offload,
     )
     args.device = pick_device(args.device)
     check(args)

@@ -60,6 +60,12 @@ class NoCache(nn.Module):
     def fit(self, prompts: list[int], starts: list[int], room: int, limit: int) -> list[int]:
         return prompts
 
+    def enter(self) -> None:
+        pass
+
+    def leave(self, step: bool) -> None:
+        pass
+
     def lane(self, row: int) -> "NoCache":
         return self
 
@@ -85,7 +91,9 @@ class Transformer(nn.Module):
     def trunk(self, x: Tensor, rope: Tensor, pos: Tensor) -> Tensor:
         """What `compile` compiles: embeddings x [B,T,dim], rope [B,T,2,D/2], pos [B,T] -> logits [B,T,V]."""
         for layer in self.layers:
+            layer.attention.cache.enter()
             x = self.run_block(layer, x, rope, pos)
+            layer.attention.cache.leave(step=True)
         return self.run_head(self, x)
 
     def head(self, x: Tensor) -> Tensor:
@@ -144,10 +152,12 @@ class Transformer(nn.Module):
             x, rope = self.tok_embeddings(part), self.rope(pos)
             for layer, cache in zip(self.layers, caches, strict=True):
                 own, layer.attention.cache = layer.attention.cache, cache
+                cache.enter()
                 try:
                     x = layer(x, rope, pos, chunk)
                 finally:
                     layer.attention.cache = own
+                cache.leave(step=False)
                 yield None
             start += part.shape[1]
         yield self.head(x[:, -1:])[:, 0]
