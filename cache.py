@@ -104,7 +104,7 @@ class KVCache(nn.Module):
         self.v_store.begin(v, pos == 0)
         slot = self.policy.place(self, q, k, v, pos)
         if self.selection is not None:
-            self.selection.add(slot, k, self.slot_pos)
+            self.selection.add(slot, k, self.policy.count)
         self.layout.wrote(slot)
         self.put(slot, k, v, pos)
         self.policy.measure(self, slot)
@@ -166,8 +166,9 @@ class KVCache(nn.Module):
         q = kernels.written(q.float() * q.shape[-1] ** -0.5)
         chunks, slot_pos = None, self.slot_pos
         if self.selection is not None and self.selection.chosen.shape[2]:
-            chunks = self.selection(q, slot_pos, [*self.k_store.stored, *self.v_store.stored], self.layout.table)
-            slot_pos = pick(slot_pos.unflatten(2, (-1, CHUNK)), chunks).flatten(2)
+            chunks = self.selection(q, slot_pos)
+            n = self.layout.number_of(self.k_store.stored[0])
+            slot_pos = kernels.written(pick(slot_pos.view(*slot_pos.shape[:2], n, CHUNK), chunks)).flatten(2)
         stores = self.k_store.written(), self.v_store.written()
         if kernels.has_kernel(q) and None not in stores:
             return self.attend_written(q, pos, *stores, slot_pos, chunks)
@@ -1526,23 +1527,23 @@ class Selection(nn.Module):
         self.bounds = resized(self.bounds, 2, layout.chunks(n))
         self.chosen = resized(self.chosen, 2, m if m < n else 0)
 
-    def forward(self, q: Tensor, slot_pos: Tensor, parts: list[Tensor], table: Tensor | None) -> Tensor:
-        """q [B,H,G,D] float32, slot_pos [B,H,S] -> the chunks [B,H,m] to read, in order. Slots were filled in order.
+    def forward(self, q: Tensor, slot_pos: Tensor) -> Tensor:
+        """q [B,H,G,D] float32, slot_pos [B,H,S] -> the chunks [B,H,m] to read, in any order. Slots were filled in order.
 
-        q . k is at most the sum of each channel's product with one bound or the other. parts, table: what is going to
-        be read, as `kernels.largest` takes it.
+        q . k is at most the sum of each channel's product with one bound or the other.
         """
-        first = slot_pos[:, :, ::CHUNK]  # the position of each chunk's first token
+        first = kernels.written(slot_pos[:, :, ::CHUNK])  # the position of each chunk's first token
         q = kernels.written(torch.cat([q.clamp(min=0), q.clamp(max=0)], -1))
         bound = kernels.dot(q, [self.bounds.unsqueeze(3).float()], first >= 0).amax(2)[..., : first.shape[2]]  # [B,H,n]
         always = (first == 0) | (first == first.amax(-1, keepdim=True))
         bound = bound.masked_fill(always, float("inf"))
-        return self.chosen.copy_(kernels.largest(bound, self.chosen.shape[2], parts, table))
+        return self.chosen.copy_(kernels.largest(bound, self.chosen.shape[2]))
 
-    def add(self, slot: Tensor, k: Tensor, slot_pos: Tensor) -> None:
-        """Before a token k [B,H,1,D] is put into slot [B,H,1]: it widens its chunk's bounds, or is the first there."""
+    def add(self, slot: Tensor, k: Tensor, count: Tensor) -> None:
+        """A token k [B,H,1,D] gets slot [B,H,1], and is the count-th [B,H] of all: it widens its chunk's bounds, or is
+        the first there. (Where slots are used again, what was there before still counts.)"""
         (b, h), (chunk, lane) = rows(slot), (slot // CHUNK // CHUNK, slot // CHUNK % CHUNK)
-        fresh = ((slot % CHUNK == 0) & (slot_pos[b, h, slot] < 0))[..., None]
+        fresh = ((slot % CHUNK == 0) & (slot == count[..., None] - 1))[..., None]
         high, low = self.bounds[b, h, chunk, :, lane].chunk(2, -1)  # [B,H,1,D]
         wider = torch.cat([torch.maximum(high, k), torch.minimum(low, k)], -1)
         self.bounds[b, h, chunk, :, lane] = torch.where(fresh, torch.cat([k, k], -1), wider)
@@ -1598,6 +1599,10 @@ class Dense(nn.Module):
     def view(self, part: Tensor, slots_last: bool, chunks: int | Tensor | None = None) -> Tensor:
         """A buffer of a store as [B,H,n,..]: all chunks of all sequences, or some, as in `pick`."""
         return pick(part, chunks)
+
+    def number_of(self, part: Tensor) -> int:
+        """How many chunks a head has in a buffer of a store."""
+        return part.shape[2]
 
     def places(self, chunks: Tensor | None, n: int) -> Tensor | None:
         """Where a kernel finds chunks [B,H,m] of n, or all, if buffers [B,H,n,..] are taken for a pool's [B*H*n,..];
@@ -1667,6 +1672,9 @@ class Paged(Dense):
             x = x[:, :, : x.shape[2] // CHUNK * CHUNK].unflatten(2, (-1, CHUNK)).contiguous()
             x = x.mT.contiguous() if slots_last else x
         return x if some else pick(x, chunks)
+
+    def number_of(self, part):
+        return self.table.shape[2] * self.chunk // CHUNK
 
     def places(self, chunks, n):
         if chunks is None:

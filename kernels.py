@@ -504,15 +504,18 @@ def softmax(scores: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     return weights, torch.where(total > 0, total, 1.0)
 
 
-def largest(x: Tensor, n: int, parts: list[Tensor] = [], table: Tensor | None = None) -> Tensor:  # noqa: B006
-    """The places [..,n] of the n largest of each row of x [B,H,N], in ascending order.
-
-    parts: what will be read next, of which a compiled step fetches the entries [B,H,n,..] that were found; with a table
-    [B,H,N*r], those [n,..] of a pool that it names.
-    """
+def largest(x: Tensor, n: int) -> Tensor:
+    """The places [..,n] of the n largest of each row of x, in any order."""
     if torch.compiler.is_compiling() and not x.is_cuda:
-        return torch.ops.kv_fast.largest(x, n, parts, table)
-    return x.topk(n, sorted=False).indices.sort().values
+        return torch.ops.kv_fast.largest(x, n)  # Inductor has no code of its own for it, and `recorded` would miss it
+    return x.topk(n, sorted=False).indices
+
+
+def largest_recorded(x: Tensor, n: int) -> Tensor:
+    values, found = x.topk(n, sorted=False)
+    for calls in RECORDING:
+        calls.append((lambda x, *out: torch.topk(x, n, sorted=False, out=out), [x, values, found]))
+    return found
 
 
 def power_of_two(n: int) -> int:
@@ -943,81 +946,9 @@ def few_rows_shape(x: Tensor, weight: Tensor) -> Tensor:
 
 
 LIBRARY = torch.library.Library("kv_fast", "DEF")  # it lives as long as this does
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# CPU: which parts of a cache to read. Those lie anywhere in memory, a few KB each: too short for the hardware to guess
-# what comes next. So whoever finds them asks for all of them at once, and attention finds them in the core's own cache.
-
-LARGEST = r"""
-#include <algorithm>
-#include <cstdint>
-#include <numeric>
-#include <vector>
-
-// The n largest of each of R rows of x [R,N] -> found [R,n], ascending. Of P parts, what is found is fetched: r entries
-// for each, bytes[p] long, entry e at base[p] + e * bytes[p]. table [R,N*r] says which, else they count up.
-extern "C" void largest(const float* x, int64_t* found, int64_t R, int64_t N, int64_t n, const int32_t* table,
-                        int64_t r, int64_t P, const char* const* base, const int64_t* bytes) {
-    std::vector<int64_t> order(N);
-    for (int64_t row = 0; row < R; row++, x += N, found += n) {
-        std::iota(order.begin(), order.end(), 0);
-        std::nth_element(order.begin(), order.begin() + n - 1, order.end(), [x](int64_t a, int64_t b) {
-            return x[a] > x[b] || (x[a] == x[b] && a < b);
-        });
-        std::sort(order.begin(), order.begin() + n);
-        std::copy_n(order.begin(), n, found);
-        for (int64_t i = 0; i < n * r; i++) {
-            const int64_t at = (row * N + found[i / r]) * r + i % r, entry = table ? table[at] : at;
-            for (int64_t p = 0; p < P; p++)
-                for (int64_t b = 0; b < bytes[p]; b += 64) __builtin_prefetch(base[p] + entry * bytes[p] + b, 0, 2);
-        }
-    }
-}
-"""
-
-
-@functools.cache
-def native_largest() -> Callable | None:
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        function = CppCodeCache.load(LARGEST).largest
-    except Exception:  # no compiler, or an old one: whatever it is, there is another way
-        return None
-    integer, address = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [address, address, integer, integer, integer, address, integer, integer, address, address]
-    function.restype = None
-    return function
-
-
-def find_largest(x: Tensor, found: Tensor, table: Tensor | None, *parts: Tensor) -> None:
-    function, n = native_largest(), found.shape[-1]
-    if function is None:
-        found.copy_(largest(x, n))
-        return
-    each = 1 if table is None else table.shape[2] // x.shape[2]
-    dims = 3 if table is None else 1
-    base = (ctypes.c_void_p * len(parts))(*(p.data_ptr() for p in parts))
-    size = (ctypes.c_int64 * len(parts))(*(p[(0,) * dims].nbytes for p in parts))
-    where = None if table is None else table.data_ptr()
-    function(x.data_ptr(), found.data_ptr(), x[..., 0].numel(), x.shape[-1], n, where, each, len(parts), base, size)
-
-
-def largest_recorded(x: Tensor, n: int, parts: list[Tensor], table: Tensor | None) -> Tensor:
-    found = x.new_empty(*x.shape[:-1], n, dtype=torch.int64)
-    arguments = [x.contiguous(), found, table, *parts]
-    find_largest(*arguments)
-    for calls in RECORDING:
-        calls.append((find_largest, arguments))
-    return found
-
-
-LIBRARY.define("largest(Tensor x, SymInt n, Tensor[] parts, Tensor? table) -> Tensor")
+LIBRARY.define("largest(Tensor x, SymInt n) -> Tensor")
 LIBRARY.impl("largest", largest_recorded, "CPU")
-torch.library.register_fake(
-    "kv_fast::largest", lambda x, n, parts, table: x.new_empty(*x.shape[:-1], n, dtype=torch.int64), lib=LIBRARY
-)
+torch.library.register_fake("kv_fast::largest", lambda x, n: x.new_empty(*x.shape[:-1], n, dtype=torch.int64))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_reads_what_it_says_and_nothing_else(options, select):
     last = [x[:, :, 400:] for x in (q, k, v)] + [torch.tensor([[400]])]
     state = [b.clone() for b in cache.buffers()]
     ours = cache(*last).clone()
-    chosen = cache.selection.chosen[0].clone()  # [H,m]
+    chosen = cache.selection.chosen[0].sort().values  # [H,m]
     assert 3 <= chosen.shape[1] < 13 and (chosen[:, 0] == 0).all() and (chosen[:, -1] == 400 // CHUNK).all()
     assert (chosen.diff(dim=-1) > 0).all()
     for others in (True, False):
@@ -169,13 +169,14 @@ def test_compiled_equals_eager_with_a_graph_for_layers_that_select_and_one_for_t
     assert step.again is not None, "steps are replayed"
     torch.testing.assert_close(torch.stack(ours, 1), eager[:, 1:], atol=1e-3, rtol=1e-3)
     assert graphs() == 2
-    assert all(map(torch.equal, chosen, [layer.attention.cache.selection.chosen for layer in model.layers[2:]]))
+    found = [layer.attention.cache.selection.chosen for layer in model.layers[2:]]
+    assert all(torch.equal(a.sort().values, b.sort().values) for a, b in zip(chosen, found, strict=True))
 
 
 def test_largest():
     x = torch.randn(2, 3, 50)
     found = kernels.largest(x, 7)
-    assert torch.equal(found, x.argsort(descending=True)[..., :7].sort().values)
+    assert torch.equal(found.sort().values, x.argsort(descending=True)[..., :7].sort().values)
 
 
 @pytest.mark.parametrize(
