@@ -435,6 +435,20 @@ def offloaded(layers: "list[KVCache]") -> int:
     return sum({b.data_ptr(): b.nbytes for cache in layers for b in cache.layout.home}.values())
 
 
+def read_bytes(layers: "list[KVCache]") -> int:
+    """Bytes that a step of these caches reads, wherever they are: all, but for chunks that are not selected."""
+    skipped = 0
+    for cache in layers:
+        if cache.selection is not None and (m := cache.selection.chosen.shape[2]):
+            stores, layout = (cache.k_store, cache.v_store), cache.layout
+            B, H, n = *cache.slot_pos.shape[:2], layout.number_of(cache.k_store.stored[0])
+            chunks = [len(part) if layout.pool else B * H * n for store in stores for part in store.stored]
+            parts = [part for store in stores for part in store.stored]
+            each = sum(p.nbytes // c * CHUNK // layout.chunk for p, c in zip(parts, chunks, strict=True))
+            skipped += B * H * (n - m) * each
+    return memory(layers) + offloaded(layers) - skipped
+
+
 def longest_window(positions: int) -> int:
     """The most slots where positions are counted in the cache and text goes on beyond the model's: those must cover the
     slots and the tokens that are read together, for which an eighth is left."""
@@ -1528,7 +1542,7 @@ class Selection(nn.Module):
         self.chosen = resized(self.chosen, 2, m if m < n else 0)
 
     def forward(self, q: Tensor, slot_pos: Tensor) -> Tensor:
-        """q [B,H,G,D] float32, slot_pos [B,H,S] -> the chunks [B,H,m] to read, in any order. Slots were filled in order.
+        """q [B,H,G,D] float32, slot_pos [B,H,S], filled in order -> the chunks [B,H,m] to read, in any order.
 
         q . k is at most the sum of each channel's product with one bound or the other.
         """
@@ -2210,6 +2224,11 @@ class CacheSpec:
     @property
     def layout(self) -> str:
         return f"paged by {self.page}" if self.page else "dense"
+
+    @property
+    def where(self) -> str:
+        """Of what is offloaded, for a report."""
+        return "in the host's memory" if self.offload == "cpu" else "on disk"
 
     @property
     def bits(self) -> int | str:

@@ -106,27 +106,34 @@ class Arm:
     bits: int | str
     format: str = "auto"
     page: int = 0
+    select: int | float | None = None
+    offload: str = "none"
 
     def __str__(self) -> str:
         pages = f", pages of {self.page}" if self.page else ""
-        return " ".join(part for part in named(self.key()) if part != "-") + pages
+        away = f", offload {self.offload}" if self.offload != "none" else ""
+        return " ".join(part for part in named(self.key()) if part != "-") + pages + away
 
     def key(self) -> dict:
-        format = {} if self.format == "auto" else {"format": self.format}
-        page = {"page": self.page} if self.page else {}
-        return {"cache": self.cache, "budget": self.budget, "bits": self.bits, **format, **page}
+        usual = Arm(self.cache, self.budget, self.bits)
+        more = ("format", "page", "select", "offload")
+        more = {name: value for name in more if (value := getattr(self, name)) != getattr(usual, name)}
+        return {"cache": self.cache, "budget": self.budget, "bits": self.bits, **more}
+
+    def build(self, budget: int | float | None) -> caches.CacheSpec:
+        options = dict(page_size=self.page, select=self.select, offload=self.offload)
+        return caches.build(self.cache, budget=budget, bits=self.bits, format=self.format, **options)
 
     def relative(self) -> caches.CacheSpec:
         """With a budget for the prompt alone, as in generate.py: what follows comes on top where a policy appends."""
-        options = dict(bits=self.bits, format=self.format, page_size=self.page)
-        return caches.build(self.cache, budget=self.budget, **options)
+        return self.build(self.budget)
 
     def spec(self, prompt: int, room: int) -> caches.CacheSpec:
         """For a prompt and `room` tokens after it, which are part of the budget."""
         if self.budget is None:
             return self.relative()
         slots = self.budget if isinstance(self.budget, int) else round(self.budget * (prompt + room))
-        policy = caches.build(self.cache, budget=1.0, bits=self.bits, format=self.format).policy()
+        policy = self.build(1.0).policy()
         left = slots - room if policy.appends else slots
         if left < policy.least():
             least = policy.least() + slots - left
@@ -135,7 +142,7 @@ class Arm:
                 f"--budget {self.budget} with {self.cache}: {slots} slots{held}; give at least {least}"
                 + (", or fewer tokens to follow (--score, --answer)" if policy.appends else "")
             )
-        return caches.build(self.cache, budget=left, bits=self.bits, format=self.format)
+        return self.build(left)
 
 
 class Together(nn.Module):
@@ -231,7 +238,7 @@ def holding(layers: list[caches.KVCache]) -> dict:
     """How many tokens a head holds and has lost, averaged over heads and layers, and bytes of all buffers."""
     kept = statistics.mean(float((c.slot_pos >= 0).sum(-1).float().mean()) for c in layers)
     seen = int(max(c.slot_pos.max() for c in layers)) + 1
-    return {"kept": kept, "evicted": seen - kept, "bytes": caches.memory(layers)}
+    return {"kept": kept, "evicted": seen - kept, "bytes": caches.memory(layers) + caches.offloaded(layers)}
 
 
 class Log:
@@ -867,7 +874,8 @@ def grid_lines(rows: list[dict]) -> list[str]:
 
 def named(row: dict) -> list[str]:
     bits = f"{row['format']} {row['bits']}" if "format" in row else str(row["bits"])
-    return [row["cache"], "-" if row["budget"] is None else str(row["budget"]), bits]
+    cache = row["cache"] + (f" select {row['select']}" if "select" in row else "")
+    return [cache, "-" if row["budget"] is None else str(row["budget"]), bits]
 
 
 def plot_grid(rows: list[dict], path: Path) -> None:
@@ -977,7 +985,10 @@ class Run:
         install(self.model, self.layers)
 
     def nbytes(self) -> int:
-        return caches.memory(self.layers)
+        return caches.memory(self.layers) + caches.offloaded(self.layers)
+
+    def read_bytes(self) -> int:
+        return caches.read_bytes(self.layers)
 
     def slots(self) -> float:
         return statistics.mean(c.slot_pos.shape[2] for c in self.layers)
@@ -1011,6 +1022,8 @@ class Theirs(Run):
 
     def nbytes(self) -> int:
         return sum(t.nbytes for layer in self.layers for t in tensors_in(vars(layer)))
+
+    read_bytes = nbytes
 
     def slots(self) -> None:
         return None
@@ -1081,8 +1094,9 @@ def bench(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) ->
                 "decode_ms": ms,
                 "decode_cpu_ms": statistics.median(run.cpu_ms),
                 "decode_tok_s": run.batch * 1e3 / ms,
-                "decode_gb_s": (weights + nbytes) / ms / 1e6,
-                "floor": (weights + nbytes) / rate / ms * 1e3,
+                "read_bytes": run.read_bytes(),
+                "decode_gb_s": (weights + run.read_bytes()) / ms / 1e6,
+                "floor": (weights + run.read_bytes()) / rate / ms * 1e3,
                 "speed_vs_full": statistics.median(full.step_ms) / ms,
                 "speed_vs_first": run.batch * 1e3 / ms / first,
             }
@@ -1155,7 +1169,7 @@ def profile(args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer) 
                 rates.append(bandwidth(args.device))
         nbytes = {name: weight_bytes(model, within) for name, (_, within) in parts.items() if within}
         nbytes |= {
-            "attention": run.nbytes(),
+            "attention": run.read_bytes(),
             "head": sum(p.nbytes for p in (model.output or model.tok_embeddings).parameters()),
         }
         nbytes["whole step"] = sum(nbytes.values())
@@ -1544,6 +1558,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--format", nargs="+", default=["auto"], help="int, nvfp4, .., one or more; generate.py explains them"
     )
+    p.add_argument("--select", type=listed(number), default=[], help="also with so many tokens read a step, by commas")
     p.add_argument("--threads", type=int, help="CPU threads")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model")
@@ -1596,6 +1611,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--requests", type=int, default=64, help="of all lengths (64)")
     g.add_argument("--shared", type=int, default=2000, help="tokens that prompts have in common (2000)")
     g = p.add_argument_group("bench")
+    g.add_argument(
+        "--offload", type=listed(str), default=["none"], help="none, cpu, disk or disk:DIR, by commas (none)"
+    )
     g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas (1)")
     g.add_argument("--prefills", type=int, default=1, help="how often every prompt is read (1)")
     g.add_argument("--vs", choices=["transformers"], help="also its caches, with the same weights")
@@ -1668,8 +1686,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 )
             continue
         for budget in [None] if name == "full" else args.budget:
-            for page in args.page_size:
-                arm = Arm(name, budget, bits, form, page)
+            for page, select, away in itertools.product(args.page_size, [None, *args.select], args.offload):
+                arm = Arm(name, budget, bits, form, page, select, away)
                 arm.relative()  # what is wrong with it is said before a model is loaded
                 if arm not in args.arms:
                     args.arms.append(arm)

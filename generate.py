@@ -1158,7 +1158,8 @@ class Report:
         """The report as it goes into --json."""
         args, model, layers = self.args, self.model, self.layers
         kept = [int((c.slot_pos >= 0).sum(-1).float().mean().round()) for c in layers]
-        nbytes = caches.memory(layers)
+        away, reads = caches.offloaded(layers), caches.read_bytes(layers)
+        nbytes = caches.memory(layers) + away
         B, H, _ = layers[0].slot_pos.shape
         full = self.seen * len(layers) * B * H * model.args.head_dim * 2 * 2  # K and V, two bytes each
         weights = model.step_bytes()
@@ -1178,6 +1179,8 @@ class Report:
                 "evicted_per_layer": [self.seen - n for n in kept],
                 "kept_per_head": [(c.slot_pos >= 0).sum(-1)[0].tolist() for c in layers],
                 "bytes": nbytes,
+                "offloaded_bytes": away,
+                "read_bytes": reads,
                 "full_bytes": full,
                 **({"pages": len(self.pool.refs), "pages_used": self.pool.used} if self.pool else {}),
                 **({"stored_tokens": self.found} if self.store else {}),
@@ -1190,7 +1193,7 @@ class Report:
                 "decode_s": self.decode_s,
                 "prefill_tok_s": rate(self.prefilled, self.prefill_s),
                 "decode_tok_s": rate(self.steps, self.decode_s),
-                "decode_gb_s": rate(self.steps * (weights + nbytes) / 1e9, self.decode_s),
+                "decode_gb_s": rate(self.steps * (weights + reads) / 1e9, self.decode_s),
             },
             "graphs": graphs() if model.compiled else 0,
             **({"health": self.health.data()} if self.health else {}),
@@ -1211,6 +1214,7 @@ class Report:
             f"cache    {c['policy']}, {c['format']}{f' {n} bits' if (n := c['bits']) != 16 else ''}: "
             f"{c['bytes'] / 1e6:,.2f} MB; full bf16 cache "
             f"{c['full_bytes'] / 1e6:,.2f} MB; ratio {c['bytes'] / c['full_bytes']:.3f}"
+            + (f"; {c['offloaded_bytes'] / 1e6:,.2f} MB of it {self.args.spec.where}" if c["offloaded_bytes"] else "")
             + (f"; {c['pages_used']:,} of {c['pages']:,} pages" if "pages" in c else ""),
             f"speed    prefill {show(t['prefill_tok_s'], 'tok/s')}; decode {show(t['decode_tok_s'], 'tok/s')}, "
             f"{show(t['decode_gb_s'], 'GB/s')}",
@@ -1221,6 +1225,9 @@ class Report:
         ]
         if self.store:
             lines.insert(2, f"prefix   {found_line(self.found, self.found, self.layers, self.store)}")
+        if self.args.spec.select is not None:
+            part = c["read_bytes"] / c["bytes"]
+            lines.insert(2, f"select   a step reads {c['read_bytes'] / 1e6:,.2f} MB of that, {part:.1%}")
         if self.health:
             lines.append(health_line(data["health"]))
         return "\n".join(lines)
@@ -1297,6 +1304,7 @@ class Service:
     def data(self) -> dict:
         engine, spec, saved = self.engine, self.engine.spec, self.args.saved
         documents = [cache for document in engine.documents for cache in document.caches]
+        every = [*engine.caches, *engine.desk, *documents]
         return {
             "requests": len(self.open),
             "prompt_tokens": self.prompt_tokens,
@@ -1307,7 +1315,8 @@ class Service:
                 "format": spec.format.replace("float", str(engine.caches[0].k_store.dtype)[6:]),
                 "bits": spec.bits,
                 "layout": spec.layout,
-                "bytes": caches.memory([*engine.caches, *engine.desk, *documents]),
+                "bytes": caches.memory(every) + caches.offloaded(every),
+                "offloaded_bytes": caches.offloaded(every),
                 "lanes": len(engine.lanes),
                 "page_slots": spec.page,
                 "pages": len(engine.pool.refs) - 1,
@@ -1340,7 +1349,12 @@ class Service:
             [
                 f"requests {data['requests']:,}: {data['prompt_tokens']:,} tokens of prompts + "
                 f"{data['new_tokens']:,} new; {c['lanes']} lanes",
-                f"cache    {c['policy']}, {c['format']}{bits}: {c['bytes'] / 1e6:,.2f} MB",
+                f"cache    {c['policy']}, {c['format']}{bits}: {c['bytes'] / 1e6:,.2f} MB"
+                + (
+                    f"; {c['offloaded_bytes'] / 1e6:,.2f} MB of it {self.engine.spec.where}"
+                    if c["offloaded_bytes"]
+                    else ""
+                ),
                 f"pages    {c['pages_at_peak']:,} of {c['pages']:,} in use at the peak, of {c['page_slots']} slots; "
                 f"unused then {c['unused_slots_at_peak']:.1%}; requests that made way {c['preempted']:,}",
                 f"prefix   {prefix}",

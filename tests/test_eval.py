@@ -711,3 +711,20 @@ def test_bench_of_pages(checkpoint, capsys):
     assert ev.main(["bench", *flags, "--page-size", "-1"]) == 2
     assert "--page-size -1" in capsys.readouterr().err
     assert ev.main(["needle", "--page-size", "4"]) == 2
+
+
+@needs_compiler
+def test_bench_of_selection_and_offload(checkpoint, tmp_path, capsys):
+    flags = ["--checkpoint", str(checkpoint), "--prompt-tokens", "200", "--rounds", "1", "--steps", "2", "--bits", "16"]
+    away = f"disk:{tmp_path}"
+    assert ev.main(["bench", *flags, "--cache", "full", "--select", "96", "--offload", f"none,{away}", "--json"]) == 0
+    rows = {row["cache"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert [*rows] == [
+        *("full 16", f"full 16, offload {away}", "full select 96 16", f"full select 96 16, offload {away}")
+    ]
+    full, there, some, both = rows.values()
+    assert full["bytes"] == there["bytes"] == full["read_bytes"]
+    assert some["bytes"] == both["bytes"] > full["bytes"]
+    assert some["read_bytes"] == both["read_bytes"] < full["bytes"]
+    assert ev.main(["needle", "--offload", away]) == 2
+    assert ev.main(["needle", "--cache", "h2o", "--select", "96"]) == 2

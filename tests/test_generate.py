@@ -56,7 +56,7 @@ def test_report(cli):
             "evicted_per_layer",
             "kept_per_head",
         ),
-        *("bytes", "full_bytes"),
+        *("bytes", "offloaded_bytes", "read_bytes", "full_bytes"),
     ]
     assert list(data["time"]) == [
         *("load_s", "compile_s", "prefill_s", "decode_s", "prefill_tok_s", "decode_tok_s", "decode_gb_s")
@@ -673,10 +673,38 @@ def test_a_conversation_on_pages(cli, monkeypatch, cache):
     assert c["pages_used"] * 16 <= slots + 9 * 16
 
 
+def test_offload_and_select_are_reported(cli, tmp_path):
+    """The same answer from a file; and a step that reads one chunk in two of one layer in three."""
+    flags = ["--prompt", PROMPT, "--max-new-tokens", "9"]
+    usual = cli(*flags)[3]
+    _, out, err, data = cli(*flags, "--offload", f"disk:{tmp_path}")
+    c = data["cache"]
+    assert data["token_ids"] == usual["token_ids"]
+    slots = sum(-(-n // 32) * 32 for n in c["slots_per_layer"])
+    assert c["offloaded_bytes"] == slots * 3 * 20 * 2 * 4
+    assert c["bytes"] == usual["cache"]["bytes"] == c["read_bytes"]
+    assert f"{c['offloaded_bytes'] / 1e6:,.2f} MB of it on disk" in err
+    _, _, err, data = cli(*flags, "--select", "96")
+    c, chunks = data["cache"], -(-(usual["prompt_tokens"] + 9) // 32)
+    assert c["bytes"] - c["read_bytes"] == (chunks - 3) * 32 * 3 * 20 * 2 * 4
+    assert f"a step reads {c['read_bytes'] / 1e6:,.2f} MB" in err
+    several = ["--prompt", "b", "--offload", f"disk:{tmp_path}", "--select", "96"]
+    _, out, err, data = cli(*flags, *several)
+    assert json.loads(out.splitlines()[0])["token_ids"] == cli(*flags, "--select", "96")[3]["token_ids"]
+    assert data["cache"]["offloaded_bytes"] > 0
+    assert "MB of it on disk" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--page-size", "-1"], "--page-size -1: give"),
+        (["--select", "10"], "--select 10: .* give at least 96"),
+        (["--select", "x"], "--select"),
+        (["--select", "96", "--cache", "h2o"], "--select 96 --cache h2o: "),
+        (["--offload", "cpu"], "--offload cpu: the model is on the CPU"),
+        (["--offload", "disk:/nowhere"], "--offload disk:/nowhere: No such file"),
+        (["--offload", "ram"], "choose none, cpu, disk or disk:DIR"),
         (["--page-size", "16", "--format", "kivi", "--bits", "4"], "a multiple of 32"),
         (["--prompt", "a", "--pages", "5"], "--pages is for several prompts"),
         (["--prompt", "a", "--max-batch", "2"], "--max-batch is for several prompts"),
