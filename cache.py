@@ -87,7 +87,7 @@ class KVCache(nn.Module):
         self.layout, self.policy, self.k_store, self.v_store = layout, policy, k_store, v_store
         self.residual, self.plan, self.selection = residual, plan, selection
         self.room, self.origin = 0, None
-        self.unit = policy.unit = max(k_store.unit, v_store.unit)
+        self.unit = policy.unit = layout.unit = max(k_store.unit, v_store.unit)
         self.whole = self.unit if selection is None else CHUNK  # slots are allocated in multiples of that
         # For whoever measures: watch(cache, q, k, v, pos), arguments as for `Policy.admit`, is called after a prompt or
         # a chunk of one was stored, while its full keys and values are still there.
@@ -163,13 +163,15 @@ class KVCache(nn.Module):
 
     def attend(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
+        plain, chunks, slot_pos = q, None, self.slot_pos
         q = kernels.written(q.float() * q.shape[-1] ** -0.5)
-        chunks, slot_pos = None, self.slot_pos
         if self.selection is not None and self.selection.chosen.shape[2]:
             chunks = self.selection(q, slot_pos)
             n = self.layout.number_of(self.k_store.stored[0])
             slot_pos = kernels.written(pick(slot_pos.view(*slot_pos.shape[:2], n, CHUNK), chunks)).flatten(2)
         stores = self.k_store.written(), self.v_store.written()
+        if kernels.has_native(plain, *stores) and self.residual is None and not self.policy.relative:
+            return self.attend_written(plain, pos, *stores, slot_pos, chunks, kernels.attend_native)
         if kernels.has_kernel(q) and None not in stores:
             return self.attend_written(q, pos, *stores, slot_pos, chunks)
         live = slot_pos >= 0
@@ -200,8 +202,10 @@ class KVCache(nn.Module):
         v: kernels.Written,
         slot_pos: Tensor,
         chunks: Tensor | None = None,
+        native: Callable | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend` by one kernel: q [B,H,G,D] float32, scaled; slot_pos of all slots, or of those of some chunks."""
+        """`attend` by one kernel: q [B,H,G,D] float32, scaled; slot_pos of all slots, or of those of some chunks.
+        native: the one for a CPU, which wants q as it was."""
         ring, near, sinks = self.residual, None, 0
         table = self.layout.places(chunks, k.codes.shape[2])
         if chunks is not None:
@@ -213,9 +217,13 @@ class KVCache(nn.Module):
         if ring is not None:
             ring = kernels.Ring(q, near, ring.k, ring.v, ring.slot, ring.length, ring.sink)
         asked = [x if x is None else self.k_store.query(x).contiguous() for x in (q, near)]
-        y, lse, logits, rest = kernels.attend(
-            asked[0], k, v, slot_pos, pos, ring, asked[1], sinks, self.policy.learns, table
-        )
+        if native is not None:
+            (y, lse, logits), rest = native(q, k, v, slot_pos, table), None
+            logits = logits[..., : slot_pos.shape[2]]
+        else:
+            y, lse, logits, rest = kernels.attend(
+                asked[0], k, v, slot_pos, pos, ring, asked[1], sinks, self.policy.learns, table
+            )
         share, whole = kernels.merge(lse)
         y = y * share[..., None]
         ours = y[:, :, -1] if ring else 0
@@ -301,14 +309,12 @@ class KVCache(nn.Module):
         """Before the layer reads or is read: what it holds is where it can be computed with. For the model, around
         `forward`, since a compiled graph cannot wait."""
         self.layout.begin()
-        for calls in kernels.RECORDING:
+        for calls in kernels.RECORDING if self.layout.memory.away else ():
             calls.append((self.layout.begin, []))
 
     def leave(self, step: bool) -> None:
         """After that; step: it was a step, not a prompt."""
         self.layout.end(step)
-        for calls in kernels.RECORDING:
-            calls.append((functools.partial(self.layout.end, step), []))
 
     def lane(self, row: int) -> "KVCache":
         """Sequence `row` alone: a cache of one sequence in the same memory. State is only ever mutated in place."""
@@ -1583,6 +1589,7 @@ class Dense(nn.Module):
     """A place of its own for every sequence: slot s is number s % C of chunk s // C."""
 
     chunk, pool = CHUNK, None  # slots of a chunk; where pages come from
+    unit = 1  # slots whose keys share something; of KVCache
 
     def __init__(self, batch: int, heads: int, memory: "Memory"):
         super().__init__()
@@ -2025,13 +2032,16 @@ class Staged(Dense):
             part.copy_(self.held[key], non_blocking=True)
 
     def down(self, slot: Tensor | None = None) -> None:
-        """Home goes all, or the chunks that have slot [B,H,1]."""
-        for key, part in self.shown.items():
+        """Home goes all, or what is in slot [B,H,1]; of keys whose unit is a chunk, that."""
+        for (is_key, i), part in self.shown.items():
+            home = self.held[is_key, i]
             if slot is None:
-                self.held[key].copy_(part)
-            else:
-                at = *rows(slot), slot // CHUNK
-                self.held[key][tuple(i.cpu() for i in at)] = part[at].cpu()
+                home.copy_(part)
+                continue
+            at = *rows(slot), slot // CHUNK
+            if not (is_key and self.unit > 1):
+                at = (*at, slice(None), slot % CHUNK) if is_key or i else (*at, slot % CHUNK)
+            home[tuple(x.cpu() if isinstance(x, Tensor) else x for x in at)] = part[at].cpu()
 
     def begin(self):
         self.stage.enter(self.number)

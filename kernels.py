@@ -2,6 +2,7 @@
 
     linear             one matrix product of the model
     few_rows           the same for several sequences' tokens on a CPU with bf16 products
+    attend_native      a step's attention on such a CPU
     causal_attention   the prompt attends to itself (prefill)
     attend_chunk       a later chunk attends to cached slots and causally to itself (second turn of a chat)
     column_mass        what attention every key of a prompt receives, exactly, without T x T (H2O's evidence)
@@ -80,7 +81,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
     rows at a time have two sums that do not wait for each other.
     """
     rows = x.numel() // x.shape[-1]
-    if torch.compiler.is_compiling() and scale is None and 1 < rows <= 16 and FEW_ROWS and x.dtype == torch.bfloat16:
+    if torch.compiler.is_compiling() and scale is None and 1 < rows <= 16 and NATIVE and x.dtype == torch.bfloat16:
         y = torch.ops.kv_fast.few_rows(x.flatten(0, -2).contiguous(), weight).unflatten(0, x.shape[:-1])
     elif rows != 1 or x.is_cuda or not torch.compiler.is_compiling():
         if scale is None:
@@ -507,15 +508,8 @@ def softmax(scores: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 def largest(x: Tensor, n: int) -> Tensor:
     """The places [..,n] of the n largest of each row of x, in any order."""
     if torch.compiler.is_compiling() and not x.is_cuda:
-        return torch.ops.kv_fast.largest(x, n)  # Inductor has no code of its own for it, and `recorded` would miss it
+        return torch.ops.kv_fast.topk(x, n)[1]  # Inductor has no code of its own for it, and `recorded` would miss it
     return x.topk(n, sorted=False).indices
-
-
-def largest_recorded(x: Tensor, n: int) -> Tensor:
-    values, found = x.topk(n, sorted=False)
-    for calls in RECORDING:
-        calls.append((lambda x, *out: torch.topk(x, n, sorted=False, out=out), [x, values, found]))
-    return found
 
 
 def power_of_two(n: int) -> int:
@@ -859,17 +853,25 @@ def merge(lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# CPU: several rows against a matrix. Inductor's loops would do as many multiply-adds as a core can, 16 at a time, and
-# oneDNN packs the matrix anew for every product. Here a row of the matrix meets all rows of x, 32 products at a time,
-# while the hardware fetches what comes 9 KB later: it does not do so by itself when a core is that busy.
+# A CPU with products of bf16 pairs (AVX512-BF16): two multiply-adds at once, and numbers need not be widened first.
+# Inductor has no loops with them.
+#
+# `few_rows`: Inductor's own loops would do as many multiply-adds as a core can, 16 at a time, and oneDNN packs the
+# matrix anew for every product. Here a row of the matrix meets all rows of x, 32 products at a time, while the hardware
+# fetches what comes 9 KB later: it does not do so by itself when a core is that busy.
+#
+# `attend_native`: chunks are anywhere, 4 KB each, so that the hardware cannot guess the next; it is asked for while one
+# is computed with. Chunks without a token are not read at all: those of short sequences beside a long one.
 
-FEW_ROWS = False  # is it there? Set by `build_few_rows`
+NATIVE = False  # are they there? Set by `build_native`
 
 SOURCE = r"""
 #include <immintrin.h>
+#include <cmath>
 #include <cstdint>
+#include <vector>
 
-#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 
 BF16 static inline __m512bh load(const uint16_t* at, __mmask32 mask) {
     return (__m512bh)_mm512_maskz_loadu_epi16(mask, at);
@@ -907,48 +909,232 @@ extern "C" void few_rows(const uint16_t* x, const uint16_t* w, float* y, int64_t
         rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>, rows<7>, rows<8>};
     for (; R > 0; R -= 8, x += 8 * I, y += 8 * O) of[(R < 8 ? R : 8) - 1](x, w, y, O, I);
 }
+
+constexpr int C = 32;  // slots of a chunk
+
+// e^x for x <= 0: 2^n, and a polynomial for the rest.
+BF16 static inline __m512 exponential(__m512 x) {
+    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_mul_ps(_mm512_sub_ps(t, n), _mm512_set1_ps(0.69314718f));
+    __m512 p = _mm512_set1_ps(1.f / 720);
+    for (float c : {1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(p, n);
+}
+
+// Two rows of 32 numbers as pairs, one of each, and what is 4 KB further asked for.
+BF16 static inline void pairs(const uint16_t* a, const uint16_t* b, const char* next, __m512bh* low, __m512bh* high) {
+    const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    _mm_prefetch(next, _MM_HINT_T0);
+    _mm_prefetch(next + 64, _MM_HINT_T0);
+    *low = (__m512bh)_mm512_unpacklo_epi16(x, y);
+    *high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+}
+
+// Sums for the numbers of `low` and `high`, back in order.
+BF16 static inline void in_order(__m512 low, __m512 high, float* to) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, second, high));
+}
+
+BF16 static inline __m512bh both(const uint16_t* pair) { return (__m512bh)_mm512_set1_epi32(*(const int32_t*)pair); }
+
+// G queries of a head over n chunks: q [G,D], keys k [*,D,C] and values v [*,C,D], of which `at` names the chunks,
+// slot_pos of `slots` slots, -1 where empty -> y [G,D], lse [G], and scores [G,*], one row `stride` after the other.
+template <int G>
+BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* slot_pos,
+                        const int32_t* at, int64_t n, int64_t slots, int64_t D, int64_t stride, float scale,
+                        float* scores, float* y, float* lse) {
+    __m512 top[G], total[G], a[G], b[G];
+    std::vector<uint32_t> live(n);
+    std::vector<uint16_t> share(G * C);
+    std::vector<float> sums(G * D);
+    for (int g = 0; g < G; g++) top[g] = _mm512_set1_ps(-1e30f), total[g] = _mm512_setzero_ps();
+    for (int64_t c = 0; c < n; c++) {
+        const int64_t left = slots - c * C;
+        const uint32_t there = left >= C ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+        const __m512i low_pos = _mm512_maskz_loadu_epi32(there, slot_pos + c * C);
+        const __m512i high_pos = _mm512_maskz_loadu_epi32(there >> 16, slot_pos + c * C + 16);
+        const __mmask16 low_live = ~_mm512_movepi32_mask(low_pos) & there;
+        const __mmask16 high_live = ~_mm512_movepi32_mask(high_pos) & there >> 16;
+        live[c] = low_live | high_live;
+        for (int g = 0; g < G; g++) a[g] = b[g] = _mm512_setzero_ps();
+        const uint16_t *key = k + at[c] * D * C, *next = k + at[c + 1 < n ? c + 1 : c] * D * C;
+        for (int64_t d = 0; d < (live[c] ? D : 0); d += 2) {
+            __m512bh low, high;
+            pairs(key + d * C, key + (d + 1) * C, (const char*)(next + d * C), &low, &high);
+            for (int g = 0; g < G; g++) {
+                a[g] = _mm512_dpbf16_ps(a[g], low, both(q + g * D + d));
+                b[g] = _mm512_dpbf16_ps(b[g], high, both(q + g * D + d));
+            }
+        }
+        for (int g = 0; g < G; g++) {
+            float* to = scores + g * stride + c * C;
+            in_order(_mm512_mul_ps(a[g], _mm512_set1_ps(scale)), _mm512_mul_ps(b[g], _mm512_set1_ps(scale)), to);
+            const __m512 never = _mm512_set1_ps(-INFINITY);
+            const __m512 low = _mm512_mask_loadu_ps(never, low_live, to);
+            const __m512 high = _mm512_mask_loadu_ps(never, high_live, to + 16);
+            _mm512_storeu_ps(to, low);
+            _mm512_storeu_ps(to + 16, high);
+            top[g] = _mm512_max_ps(top[g], _mm512_max_ps(low, high));
+        }
+    }
+    for (int g = 0; g < G; g++) top[g] = _mm512_set1_ps(_mm512_reduce_max_ps(top[g]));
+    for (int64_t c = 0; c < n; c++) {
+        if (!live[c]) continue;
+        for (int g = 0; g < G; g++) {
+            const float* from = scores + g * stride + c * C;
+            const __m512 low = exponential(_mm512_sub_ps(_mm512_loadu_ps(from), top[g]));
+            const __m512 high = exponential(_mm512_sub_ps(_mm512_loadu_ps(from + 16), top[g]));
+            total[g] = _mm512_add_ps(total[g], _mm512_add_ps(low, high));
+            _mm512_storeu_si512(share.data() + g * C, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+        const uint16_t *value = v + at[c] * C * D, *next = v + at[c + 1 < n ? c + 1 : c] * C * D;
+        for (int64_t e = 0; e < D; e += 32) {
+            for (int g = 0; g < G; g++) {
+                a[g] = _mm512_loadu_ps(&sums[g * D + e]);
+                b[g] = _mm512_loadu_ps(&sums[g * D + e + 16]);
+            }
+            for (int i = 0; i < C; i += 2) {
+                __m512bh low, high;
+                pairs(value + i * D + e, value + (i + 1) * D + e, (const char*)(next + e * C + i * 32), &low, &high);
+                for (int g = 0; g < G; g++) {
+                    a[g] = _mm512_dpbf16_ps(a[g], low, both(&share[g * C + i]));
+                    b[g] = _mm512_dpbf16_ps(b[g], high, both(&share[g * C + i]));
+                }
+            }
+            for (int g = 0; g < G; g++) {
+                _mm512_storeu_ps(&sums[g * D + e], a[g]);
+                _mm512_storeu_ps(&sums[g * D + e + 16], b[g]);
+            }
+        }
+    }
+    for (int g = 0; g < G; g++) {
+        const float sum = _mm512_reduce_add_ps(total[g]);
+        lse[g] = sum > 0 ? _mm512_cvtss_f32(top[g]) + std::log(sum) : -INFINITY;
+        for (int64_t e = 0; e < D; e += 32)
+            in_order(_mm512_loadu_ps(&sums[g * D + e]), _mm512_loadu_ps(&sums[g * D + e + 16]), y + g * D + e);
+        for (int64_t d = 0; d < D; d++) y[g * D + d] *= sum > 0 ? 1 / sum : 0;
+    }
+}
+
+// Each of H heads in N pieces: q [H,G,D], at [H,n], slot_pos [H,S] -> y [H,N,G,D], lse [H,N,G], scores [H,G,n*C].
+extern "C" void attend_bf16(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* slot_pos,
+                            const int32_t* at, float* y, float* lse, float* scores, int64_t H, int64_t G, int64_t D,
+                            int64_t S, int64_t n, int64_t N, float scale) {
+    void (*const of[])(const uint16_t*, const uint16_t*, const uint16_t*, const int32_t*, const int32_t*, int64_t,
+                       int64_t, int64_t, int64_t, float, float*, float*, float*) = {
+        attend<1>, attend<2>, attend<3>, attend<4>, attend<5>, attend<6>, attend<7>, attend<8>};
+    #pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < H * N; i++) {
+        const int64_t h = i / N, from = n * (i % N) / N, to = n * (i % N + 1) / N, slot = from * C;
+        of[G - 1](q + h * G * D, k, v, slot_pos + h * S + slot, at + h * n + from, to - from, S - slot, D, n * C, scale,
+                  scores + h * G * n * C + slot, y + i * G * D, lse + i * G);
+    }
+}
 """
 
 
 @functools.cache
-def build_few_rows() -> None:
-    """Compiles it, where the CPU can and there is a compiler; otherwise products are `F.linear`'s."""
-    global FEW_ROWS
+def build_native() -> None:
+    """Compiles them, where the CPU can and there is a compiler; otherwise there is another way for everything."""
+    global NATIVE
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     try:
         if not supported():
             return
         from torch._inductor.codecache import CppCodeCache
 
-        function = CppCodeCache.load(SOURCE).few_rows
-    except Exception:  # no compiler, or an old one: whatever it is, there is another way
+        library = CppCodeCache.load(SOURCE)
+        rows_of, attention_of = library.few_rows, library.attend_bf16
+    except Exception:  # no compiler, or an old one
         return
-    function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
+    rows_of.argtypes, rows_of.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
+    attention_of.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6 + [ctypes.c_float]
+    attention_of.restype = None
 
-    def call(x: Tensor, weight: Tensor, y: Tensor) -> None:
-        function(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
+    def few_rows(x: Tensor, weight: Tensor, y: Tensor) -> None:
+        rows_of(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
 
-    def few_rows(x: Tensor, weight: Tensor) -> Tensor:
-        y = few_rows_shape(x, weight)
-        call(x, weight, y)
+    def attention(q, k, v, slot_pos, table, y, lse, scores) -> None:
+        (B, H, G, D), n = q.shape, table.shape[2]
+        addresses = [x.data_ptr() for x in (q, k, v, slot_pos, table, y, lse, scores)]
+        attention_of(*addresses, B * H, G, D, slot_pos.shape[2], n, y.shape[2], D**-0.5)
+
+    native("few_rows(Tensor x, Tensor weight) -> Tensor", few_rows, few_rows_shape)
+    native(
+        "attend(Tensor q, Tensor k, Tensor v, Tensor slot_pos, Tensor table) -> (Tensor, Tensor, Tensor)",
+        attention,
+        attend_shape,
+    )
+    NATIVE = True
+
+
+def native(schema: str, function: Callable, shape: Callable) -> None:
+    """An operator that `recorded` knows of: function(*inputs, *outputs), where shape(*inputs) makes those."""
+
+    def run(*inputs: Tensor):
+        outputs = shape(*inputs)
+        call = [*inputs, *(outputs if isinstance(outputs, tuple) else [outputs])]
+        function(*call)
         for calls in RECORDING:
-            calls.append((call, [x, weight, y]))
-        return y
+            calls.append((function, call))
+        return outputs
 
-    LIBRARY.define("few_rows(Tensor x, Tensor weight) -> Tensor")
-    LIBRARY.impl("few_rows", few_rows, "CPU")
-    torch.library.register_fake("kv_fast::few_rows", few_rows_shape)
-    FEW_ROWS = True
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, run, "CPU")
+    torch.library.register_fake(f"kv_fast::{name}", shape)
+
+
+def topk_shape(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(*x.shape[:-1], n), x.new_empty(*x.shape[:-1], n, dtype=torch.int64)
 
 
 def few_rows_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
+def attend_shape(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (B, H, G, D), n = q.shape, table.shape[2]
+    pieces = max(1, min(4, 2 * torch.get_num_threads() // (B * H)))  # enough for all cores, where heads are few
+    pieces = 1 if torch.get_num_threads() == 1 else pieces
+    new = functools.partial(q.new_empty, dtype=torch.float32)
+    return new(B, H, pieces, G, D), new(B, H, pieces, G), new(B, H, G, n * CHUNK)
+
+
+def has_native(q: Tensor, k: "Written | None", v: "Written | None") -> bool:
+    """Is `attend_native` for such queries [B,H,G,D] and such a cache?"""
+    if (
+        not NATIVE
+        or not torch.compiler.is_compiling()
+        or q.dtype != torch.bfloat16
+        or q.shape[2] > 8
+        or q.shape[3] % 32
+    ):
+        return False
+    return all(w is not None and w.number == "float" and CHUNK in w.codes.shape[-2:] for w in (k, v))
+
+
+def attend_native(
+    q: Tensor, k: "Written", v: "Written", slot_pos: Tensor, table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of one query a head over slots of bf16, as `attend`: q [B,H,G,D] in bf16, not scaled, slot_pos [B,H,S]
+    -> y [B,H,N,G,D], log-sum-exp [B,H,N,G] of N pieces and scores [B,H,G,n*C]. Weights are rounded to bf16."""
+    if table is None:
+        B, H, n = k.codes.shape[:3]
+        table = torch.arange(B * H * n, dtype=torch.int32, device=q.device).view(B, H, n)
+    return torch.ops.kv_fast.attend(q.contiguous(), k.codes, v.codes, slot_pos.contiguous(), table.contiguous())
+
+
 LIBRARY = torch.library.Library("kv_fast", "DEF")  # it lives as long as this does
-LIBRARY.define("largest(Tensor x, SymInt n) -> Tensor")
-LIBRARY.impl("largest", largest_recorded, "CPU")
-torch.library.register_fake("kv_fast::largest", lambda x, n: x.new_empty(*x.shape[:-1], n, dtype=torch.int64))
+native(
+    "topk(Tensor x, SymInt n) -> (Tensor, Tensor)",
+    lambda x, n, *found: torch.topk(x, n, sorted=False, out=found),
+    topk_shape,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -956,7 +1142,7 @@ torch.library.register_fake("kv_fast::largest", lambda x, n: x.new_empty(*x.shap
 # of the time of a small model. Addresses stand still while a sequence decodes, so kernels can simply be called again.
 
 Calls = list[tuple[Callable, list]]
-RECORDING: list[Calls] = []  # where `few_rows` notes its calls, too
+RECORDING: list[Calls] = []  # where native operators note their calls, too
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ class Transformer(nn.Module):
         # Products are summed everywhere: a fused multiply-add does both at once, and rounds once.
         torch._inductor.config.cpp.enable_floating_point_contract_flag = "fast"
         if self.norm.weight.dtype == torch.bfloat16 and not self.norm.weight.is_cuda:
-            kernels.build_few_rows()
+            kernels.build_native()
         self.compiled = True
         # dynamic=False: sizes that differ between two caches of one process, such as the width of packed codes, are not
         # to become variables, which would put divisions into the innermost loops.

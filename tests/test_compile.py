@@ -306,8 +306,8 @@ def test_no_cache_sized_copy_in_a_step():
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 16])
 def test_few_rows(rows):
     """Rows of any number and length against a matrix, in bf16 with float32 sums; each as if it were alone."""
-    kernels.build_few_rows()
-    if not kernels.FEW_ROWS:
+    kernels.build_native()
+    if not kernels.NATIVE:
         pytest.skip("this CPU has no bf16 products, or there is no compiler")
     torch.manual_seed(rows)
     for length, out in [(32, 2), (36, 5), (576, 33), (1, 1), (1537, 4)]:
@@ -316,6 +316,74 @@ def test_few_rows(rows):
         torch.testing.assert_close(y.double(), x.double() @ weight.double().T, atol=1e-5 * length**0.5, rtol=1e-5)
         alone = torch.cat([torch.ops.kv_fast.few_rows(row[None], weight) for row in x])
         assert torch.equal(alone, y)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("group", [1, 3, 7, 8])
+@pytest.mark.parametrize("slots", [33, 64, 250])
+def test_native_attention(group, dim, slots):
+    """Queries of any number over slots of any number, some empty, whole chunks and a whole head; chunks anywhere."""
+    kernels.build_native()
+    if not kernels.NATIVE:
+        pytest.skip("this CPU has no bf16 products, or there is no compiler")
+    draw = torch.Generator().manual_seed(slots + group)
+    B, H, C = 2, 3, kernels.CHUNK
+    n = -(-slots // C)
+    table = torch.randperm(B * H * n + 5, generator=draw)[: B * H * n].view(B, H, n).int()
+    k = torch.randn(B * H * n + 5, dim, C, generator=draw).bfloat16()
+    v = torch.randn(B * H * n + 5, C, dim, generator=draw).bfloat16()
+    q = torch.randn(B, H, group, dim, generator=draw).bfloat16()
+    slot_pos = torch.arange(slots, dtype=torch.int32).expand(B, H, slots).clone()
+    slot_pos[0, 0, ::3] = -1
+    slot_pos[0, 1, 32:] = -1
+    slot_pos[1, 2] = -1
+    k[table[0, 1, -1]] = v[table[0, 1, -1]] = float("nan")  # a chunk without a token is not read
+    keys = k[table.long()].mT.flatten(2, 3)[:, :, :slots].double()
+    values = v[table.long()].flatten(2, 3)[:, :, :slots].double()
+    score = (q.double() @ keys.mT * dim**-0.5).masked_fill(slot_pos[:, :, None] < 0, float("-inf"))
+    expected = (score.softmax(-1).nan_to_num() @ values.nan_to_num()).float()
+    threads = torch.get_num_threads()
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        try:
+            y, lse, found = torch.ops.kv_fast.attend(q, k, v, slot_pos, table)
+        finally:
+            torch.set_num_threads(threads)
+        share, whole = kernels.merge(lse)
+        torch.testing.assert_close((y * share[..., None]).sum(2), expected, atol=0.02, rtol=0.01)
+        torch.testing.assert_close(found[..., :slots].double(), score, atol=1e-4, rtol=1e-4)
+        held = (slot_pos >= 0).any(-1)
+        torch.testing.assert_close(whole[held].double(), score.logsumexp(-1)[held], atol=1e-4, rtol=1e-4)
+        assert (y[1, 2] == 0).all() and (lse[1, 2] == float("-inf")).all()
+
+
+@pytest.mark.parametrize(
+    ("cache", "page", "select"), [("full", 0, None), ("h2o", 32, None), ("adakv:window=8", 0, None), ("full", 32, 96)]
+)
+def test_a_compiled_step_with_native_attention(cache, page, select, monkeypatch):
+    """A bf16 model with heads of 64 channels, in two lanes: what plain code computes, replayed, and it is used."""
+    kernels.build_native()
+    torch._dynamo.reset()
+    model, ids = tiny_model(torch.bfloat16, head_dim=64), tokens(240, batch=2)
+    spec = build(cache, budget=None if cache == "full" else 96, page_size=page, select=select)
+    called, replay = set(), kernels.replay
+    monkeypatch.setattr(kernels, "replay", lambda calls: called.update(f.__name__ for f, _ in calls) or replay(calls))
+
+    def run() -> torch.Tensor:
+        model.setup_caches(spec, 2, 240)
+        step, out = DecodeStep(model), [model.prefill(ids[:, :200])]
+        out += [step(ids[:, t : t + 1], torch.full((2, 1), t))[:, 0].clone() for t in range(200, 240)]
+        run.again = step.again
+        return torch.stack(out).float()
+
+    eager = run()
+    model.compile()
+    compiled = run()
+    assert ("attention" in called) == kernels.NATIVE
+    assert (run.again is not None) == kernels.NATIVE
+    close = (compiled - eager).abs().flatten(1).mean(1) / eager.std()
+    close = close.max() if select is None else close.median()  # near ties of bounds may choose another chunk
+    assert close < 0.05
 
 
 def test_several_sequences_are_replayed_in_bf16():
@@ -332,7 +400,7 @@ def test_several_sequences_are_replayed_in_bf16():
         for t in range(PROMPT, PROMPT + 20):
             tok, pos = ids[:, t : t + 1], torch.full((3, 1), t)
             assert torch.equal(plain(tok, pos), step(tok, pos)), t
-    assert (step.again is not None) == kernels.FEW_ROWS
+    assert (step.again is not None) == kernels.NATIVE
     assert all(torch.equal(x, y) for x, y in zip(buffers(models[0]), buffers(models[1]), strict=True))
 
 

@@ -93,8 +93,11 @@ def test_layers_come_up_ahead_and_only_what_is_new_goes_home(tmp_path, monkeypat
         up(self)
 
     def home(self, slot=None):
-        written.append(slot)
+        written.append(slot.clone())
+        before = [part.clone() for part in self.held.values()]
         down(self, slot)
+        changed = [(new != old).sum().item() for new, old in zip(self.held.values(), before, strict=True)]
+        assert all(0 < n <= 3 * 20 for n in changed), "one token of three heads"
 
     monkeypatch.setattr(caches.Staged, "up", note)
     monkeypatch.setattr(caches.Staged, "down", home)
@@ -105,7 +108,7 @@ def test_layers_come_up_ahead_and_only_what_is_new_goes_home(tmp_path, monkeypat
     ahead = [number for main, number in seen if not main]
     assert sorted(number for main, number in seen if main) in ([0, 1], [0, 1, 2]), "only what nothing could foresee"
     assert ahead[:6] == [2, 3, 4, 1, 0, 2] or ahead[:6] == [2, 3, 4, 0, 1, 2], ahead
-    assert len(written) == 20 and all(slot is not None for slot in written)
+    assert len(written) == 20 and all(slot.tolist() == [[[100 + n // 5]] * 3] for n, slot in enumerate(written))
     assert len(layers) == 5
 
 
