@@ -1523,11 +1523,13 @@ class Residual(nn.Module):
 class Selection(nn.Module):
     """Of all chunks, a step reads those whose keys can get the largest scores; nothing is evicted (Quest, 2406.10774).
 
-    bounds [B,H,N,2*D,C] has the largest and the least number of every channel of a chunk's keys, written down as keys
-    are: those of chunk j are in slot j. With them a query's scores are bounded by one product. The chunks of the sinks
-    and of the newest token are always read. All queries of a group read the same ones, which any of them asks for most.
+    bounds [B,H,N,2*D,C] has the largest and the least number of every channel of each SPAN slots' keys, written down as
+    keys are: those of the j-th span are in slot j. With them a query's scores are bounded by one product. The chunks of
+    the sinks and of the newest token are always read. All queries of a group read the same ones, those that any of them
+    asks for most.
     """
 
+    SPAN = 16  # as the paper's pages. A chunk has two: bounds of all 32 missed twice as often what a query looks at
     LEAST = 3 * CHUNK  # tokens: the sinks' chunk, the newest, and one to decide about
 
     def __init__(self, tokens: int | float, layout: "Dense", dim: int, dtype: torch.dtype, device):
@@ -1544,7 +1546,7 @@ class Selection(nn.Module):
         n = layout.chunks(slots)
         tokens = self.tokens if isinstance(self.tokens, int) else max(round(self.tokens * slots), self.LEAST)
         m = -(-tokens // CHUNK)
-        self.bounds = resized(self.bounds, 2, layout.chunks(n))
+        self.bounds = resized(self.bounds, 2, layout.chunks(n * CHUNK // self.SPAN))
         self.chosen = resized(self.chosen, 2, m if m < n else 0)
 
     def forward(self, q: Tensor, slot_pos: Tensor) -> Tensor:
@@ -1552,33 +1554,33 @@ class Selection(nn.Module):
 
         q . k is at most the sum of each channel's product with one bound or the other.
         """
-        first = kernels.written(slot_pos[:, :, ::CHUNK])  # the position of each chunk's first token
+        first = kernels.written(slot_pos[:, :, :: self.SPAN])  # the position of each span's first token
         q = kernels.written(torch.cat([q.clamp(min=0), q.clamp(max=0)], -1))
-        bound = kernels.dot(q, [self.bounds.unsqueeze(3).float()], first >= 0).amax(2)[..., : first.shape[2]]  # [B,H,n]
+        bound = kernels.dot(q, [self.bounds.unsqueeze(3).float()], first >= 0).amax(2)[..., : first.shape[2]]
         always = (first == 0) | (first == first.amax(-1, keepdim=True))
-        bound = bound.masked_fill(always, float("inf"))
+        bound = bound.masked_fill(always, float("inf")).unflatten(-1, (-1, CHUNK // self.SPAN)).amax(-1)
         return self.chosen.copy_(kernels.largest(bound, self.chosen.shape[2]))
 
     def add(self, slot: Tensor, k: Tensor, count: Tensor) -> None:
-        """A token k [B,H,1,D] gets slot [B,H,1], and is the count-th [B,H] of all: it widens its chunk's bounds, or is
+        """A token k [B,H,1,D] gets slot [B,H,1], and is the count-th [B,H] of all: it widens its span's bounds, or is
         the first there. (Where slots are used again, what was there before still counts.)"""
-        (b, h), (chunk, lane) = rows(slot), (slot // CHUNK // CHUNK, slot // CHUNK % CHUNK)
-        fresh = ((slot % CHUNK == 0) & (slot == count[..., None] - 1))[..., None]
-        high, low = self.bounds[b, h, chunk, :, lane].chunk(2, -1)  # [B,H,1,D]
+        (b, h), span = rows(slot), slot // self.SPAN
+        at = b, h, span // CHUNK, slice(None), span % CHUNK
+        fresh = ((slot % self.SPAN == 0) & (slot == count[..., None] - 1))[..., None]
+        high, low = self.bounds[at].chunk(2, -1)  # [B,H,1,D]
         wider = torch.cat([torch.maximum(high, k), torch.minimum(low, k)], -1)
-        self.bounds[b, h, chunk, :, lane] = torch.where(fresh, torch.cat([k, k], -1), wider)
+        self.bounds[at] = torch.where(fresh, torch.cat([k, k], -1), wider)
 
     def measure(self, store: "Store", slot_pos: Tensor) -> None:
-        """After many were put: bounds of all chunks, of keys as they are stored."""
-        live = slot_pos.unflatten(2, (-1, CHUNK)) >= 0  # [B,H,n,C]
-        keys = store.decoded()[:, :, : live.shape[2]].to(self.bounds.dtype)  # [B,H,n,C,D]
-        high, low = (
-            f(keys.masked_fill(~live[..., None], e), 3) for f, e in ((torch.amax, -math.inf), (torch.amin, math.inf))
+        """After many were put: bounds of all spans, of keys as they are stored."""
+        live = slot_pos.unflatten(2, (-1, self.SPAN))[..., None] >= 0  # [B,H,spans,SPAN,1]
+        keys = (
+            store.decoded().flatten(2, 3)[:, :, : slot_pos.shape[2]].to(self.bounds.dtype).unflatten(2, live.shape[2:4])
         )
-        both = torch.cat([high, low], -1).masked_fill(~live.any(3)[..., None], 0)  # [B,H,n,2*D]
-        self.bounds.copy_(
-            F.pad(both, (0, 0, 0, self.bounds.shape[2] * CHUNK - both.shape[2])).unflatten(2, (-1, CHUNK)).mT
-        )
+        high, low = keys.masked_fill(~live, -math.inf).amax(3), keys.masked_fill(~live, math.inf).amin(3)
+        both = torch.cat([high, low], -1).masked_fill(~live.any(3), 0)  # [B,H,spans,2*D]
+        rest = self.bounds.shape[2] * CHUNK - both.shape[2]
+        self.bounds.copy_(F.pad(both, (0, 0, 0, rest)).unflatten(2, (-1, CHUNK)).mT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ def test_equals_attention_to_the_chunks_that_a_search_over_all_keys_picks(heads,
             chunks = [slice(s, min(s + CHUNK, t + 1)) for s in range(0, t + 1, CHUNK)]
             bounds = []
             for where in chunks:
-                low, high = k[0, h, where].amin(0), k[0, h, where].amax(0)
-                bounds.append(max(float(torch.maximum(y * low, y * high).sum()) for y in x[h]))
+                spans = k[0, h, where].split(16)
+                ends = [(span.amin(0), span.amax(0)) for span in spans]
+                bounds.append(max(float(torch.maximum(y * low, y * high).sum()) for y in x[h] for low, high in ends))
             middle = sorted(range(1, len(chunks) - 1), key=lambda c: -bounds[c])[: m - 2]
             seen = torch.cat([torch.arange(t + 1)[chunks[c]] for c in [0, *middle, len(chunks) - 1]])
             missed += t + 1 - len(seen)
@@ -109,12 +110,12 @@ def test_bounds_follow_every_token(options):
     cache = one_layer(96, **options)
     fed(cache, q, k, v, 70)
     high, low = cache.selection.bounds.mT.flatten(2, 3).chunk(2, -1)  # [1,H,n,D]
-    exact = k[:, :, :192].unflatten(2, (-1, CHUNK))
+    exact = k[:, :, :192].unflatten(2, (-1, 16))
     wide = (exact.amax(3) - exact.amin(3)).amax()
     near = dict(atol=0.5 * float(wide) if options else 1e-6, rtol=0)
-    torch.testing.assert_close(low[:, :, :6], exact.amin(3), **near)
-    torch.testing.assert_close(high[:, :, :6], exact.amax(3), **near)
-    torch.testing.assert_close(high[:, :, 6], k[:, :, 192:].amax(2), atol=1e-6, rtol=0)  # a chunk that steps filled
+    torch.testing.assert_close(low[:, :, :12], exact.amin(3), **near)
+    torch.testing.assert_close(high[:, :, :12], exact.amax(3), **near)
+    torch.testing.assert_close(high[:, :, 12], k[:, :, 192:].amax(2), atol=1e-6, rtol=0)  # a chunk that steps filled
     cache.reset()
     fresh = one_layer(96, **options)
     fresh.fit([200], [0], 0, 2048)
