@@ -1058,14 +1058,14 @@ def build_native() -> None:
     def few_rows(x: Tensor, weight: Tensor, y: Tensor) -> None:
         rows_of(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
 
-    def attention(q, k, v, slot_pos, table, y, lse, scores) -> None:
+    def attention(q, k, v, slot_pos, table, pieces, y, lse, scores) -> None:
         (B, H, G, D), n = q.shape, table.shape[2]
         addresses = [x.data_ptr() for x in (q, k, v, slot_pos, table, y, lse, scores)]
-        attention_of(*addresses, B * H, G, D, slot_pos.shape[2], n, y.shape[2], D**-0.5)
+        attention_of(*addresses, B * H, G, D, slot_pos.shape[2], n, pieces, D**-0.5)
 
     native("few_rows(Tensor x, Tensor weight) -> Tensor", few_rows, few_rows_shape)
     native(
-        "attend(Tensor q, Tensor k, Tensor v, Tensor slot_pos, Tensor table) -> (Tensor, Tensor, Tensor)",
+        "attend(Tensor q, Tensor k, Tensor v, Tensor slot_pos, Tensor table, int pieces) -> (Tensor, Tensor, Tensor)",
         attention,
         attend_shape,
     )
@@ -1097,10 +1097,8 @@ def few_rows_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-def attend_shape(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attend_shape(q, k, v, slot_pos, table, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
     (B, H, G, D), n = q.shape, table.shape[2]
-    pieces = max(1, min(4, 2 * torch.get_num_threads() // (B * H)))  # enough for all cores, where heads are few
-    pieces = 1 if torch.get_num_threads() == 1 else pieces
     new = functools.partial(q.new_empty, dtype=torch.float32)
     return new(B, H, pieces, G, D), new(B, H, pieces, G), new(B, H, G, n * CHUNK)
 
@@ -1123,10 +1121,13 @@ def attend_native(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one query a head over slots of bf16, as `attend`: q [B,H,G,D] in bf16, not scaled, slot_pos [B,H,S]
     -> y [B,H,N,G,D], log-sum-exp [B,H,N,G] of N pieces and scores [B,H,G,n*C]. Weights are rounded to bf16."""
+    B, H = q.shape[:2]
     if table is None:
-        B, H, n = k.codes.shape[:3]
+        n = k.codes.shape[2]
         table = torch.arange(B * H * n, dtype=torch.int32, device=q.device).view(B, H, n)
-    return torch.ops.kv_fast.attend(q.contiguous(), k.codes, v.codes, slot_pos.contiguous(), table.contiguous())
+    cores = torch.get_num_threads()
+    pieces = max(1, min(4, 2 * cores // (B * H))) if cores > 1 else 1  # work for all cores, where heads are few
+    return torch.ops.kv_fast.attend(q.contiguous(), k.codes, v.codes, slot_pos.contiguous(), table.contiguous(), pieces)
 
 
 LIBRARY = torch.library.Library("kv_fast", "DEF")  # it lives as long as this does

@@ -342,13 +342,8 @@ def test_native_attention(group, dim, slots):
     values = v[table.long()].flatten(2, 3)[:, :, :slots].double()
     score = (q.double() @ keys.mT * dim**-0.5).masked_fill(slot_pos[:, :, None] < 0, float("-inf"))
     expected = (score.softmax(-1).nan_to_num() @ values.nan_to_num()).float()
-    threads = torch.get_num_threads()
-    for n_threads in (1, 2):
-        torch.set_num_threads(n_threads)
-        try:
-            y, lse, found = torch.ops.kv_fast.attend(q, k, v, slot_pos, table)
-        finally:
-            torch.set_num_threads(threads)
+    for pieces in (1, 2, 3):
+        y, lse, found = torch.ops.kv_fast.attend(q, k, v, slot_pos, table, pieces)
         share, whole = kernels.merge(lse)
         torch.testing.assert_close((y * share[..., None]).sum(2), expected, atol=0.02, rtol=0.01)
         torch.testing.assert_close(found[..., :slots].double(), score, atol=1e-4, rtol=1e-4)
