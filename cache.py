@@ -33,6 +33,7 @@ import math
 import mmap
 import os
 import re
+import resource
 import shutil
 import tempfile
 import weakref
@@ -88,6 +89,7 @@ class KVCache(nn.Module):
         self.residual, self.plan, self.selection = residual, plan, selection
         self.room, self.origin = 0, None
         self.unit = policy.unit = layout.unit = max(k_store.unit, v_store.unit)
+        layout.reads_all = selection is None
         self.whole = self.unit if selection is None else CHUNK  # slots are allocated in multiples of that
         # For whoever measures: watch(cache, q, k, v, pos), arguments as for `Policy.admit`, is called after a prompt or
         # a chunk of one was stored, while its full keys and values are still there.
@@ -1591,7 +1593,7 @@ class Dense(nn.Module):
     """A place of its own for every sequence: slot s is number s % C of chunk s // C."""
 
     chunk, pool = CHUNK, None  # slots of a chunk; where pages come from
-    unit = 1  # slots whose keys share something; of KVCache
+    unit, reads_all = 1, True  # of KVCache: slots whose keys share something; does a step read all of them?
 
     def __init__(self, batch: int, heads: int, memory: "Memory"):
         super().__init__()
@@ -1900,7 +1902,7 @@ class Disk(Memory):
     def __init__(self, path: str):
         """path: a directory. Raises SpecError if no file can be made there."""
         super().__init__("cpu")
-        self.path, self.maps = path, {}
+        self.path, self.maps, self.waited = path, {}, 0
         with self.file():
             pass
 
@@ -1930,10 +1932,14 @@ class Disk(Memory):
         return part
 
     def expect(self, layout):
-        """Of dense layers, the one after this comes up. (Pages are anywhere in their files.)"""
-        if layout.pool is None and self.layers:
-            for part in self.layers[(layout.number + 1) % len(self.layers)].held.values():
-                self.maps[part.data_ptr()]().madvise(mmap.MADV_WILLNEED)
+        """Of dense layers, the one after this comes up, if it reads all that it has. (Pages are anywhere in their
+        files.) Only if the disk was waited for since: asking for what is there takes a quarter of a step."""
+        waited = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        if layout.pool is not None or waited == self.waited:
+            return
+        self.waited, following = waited, self.layers[(layout.number + 1) % len(self.layers)]
+        for part in following.held.values() if following.reads_all else ():
+            self.maps[part.data_ptr()]().madvise(mmap.MADV_WILLNEED)
 
 
 class Host(Memory):

@@ -863,7 +863,7 @@ def merge(lse: Tensor) -> tuple[Tensor, Tensor]:
 # `attend_native`: chunks are anywhere, 4 KB each, so that the hardware cannot guess the next; it is asked for while one
 # is computed with. Chunks without a token are not read at all: those of short sequences beside a long one.
 
-NATIVE = False  # are they there? Set by `build_native`
+NATIVE, CORES = False, 1  # are they there, and for how many threads? Set by `build_native`
 
 SOURCE = r"""
 #include <immintrin.h>
@@ -1037,20 +1037,24 @@ extern "C" void attend_bf16(const uint16_t* q, const uint16_t* k, const uint16_t
 """
 
 
-@functools.cache
 def build_native() -> None:
     """Compiles them, where the CPU can and there is a compiler; otherwise there is another way for everything."""
-    global NATIVE
+    global NATIVE, CORES
+    NATIVE, CORES = compile_native(), torch.get_num_threads()
+
+
+@functools.cache
+def compile_native() -> bool:
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     try:
         if not supported():
-            return
+            return False
         from torch._inductor.codecache import CppCodeCache
 
         library = CppCodeCache.load(SOURCE)
         rows_of, attention_of = library.few_rows, library.attend_bf16
     except Exception:  # no compiler, or an old one
-        return
+        return False
     rows_of.argtypes, rows_of.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
     attention_of.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6 + [ctypes.c_float]
     attention_of.restype = None
@@ -1069,7 +1073,7 @@ def build_native() -> None:
         attention,
         attend_shape,
     )
-    NATIVE = True
+    return True
 
 
 def native(schema: str, function: Callable, shape: Callable) -> None:
@@ -1125,8 +1129,7 @@ def attend_native(
     if table is None:
         n = k.codes.shape[2]
         table = torch.arange(B * H * n, dtype=torch.int32, device=q.device).view(B, H, n)
-    cores = torch.get_num_threads()
-    pieces = max(1, min(4, 2 * cores // (B * H))) if cores > 1 else 1  # work for all cores, where heads are few
+    pieces = max(1, min(4, 2 * CORES // (B * H))) if CORES > 1 else 1  # work for all cores, where heads are few
     return torch.ops.kv_fast.attend(q.contiguous(), k.codes, v.codes, slot_pos.contiguous(), table.contiguous(), pieces)
 
 

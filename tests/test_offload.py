@@ -112,6 +112,31 @@ def test_layers_come_up_ahead_and_only_what_is_new_goes_home(tmp_path, monkeypat
     assert len(layers) == 5
 
 
+def test_a_file_is_asked_for_a_layer_ahead_while_the_disk_is_waited_for(tmp_path, monkeypatch):
+    """And never for a layer that reads what it selects."""
+    import resource
+    import types
+
+    model, ids = tiny_model(n_layer=4), tokens(130)
+    model.setup_caches(spec("full", tmp_path, select=96), 1, 130)
+    model.prefill(ids[:, :120])
+    layouts = [layer.attention.cache.layout for layer in model.layers]
+    assert [layout.reads_all for layout in layouts] == [True, True, False, False]
+    asked, faults = [], iter(range(100, 200))
+    maps = layouts[0].memory.maps
+    for layout in layouts:
+        for part in layout.held.values():
+            known = types.SimpleNamespace(madvise=lambda advice, n=layout.number: asked.append(n))
+            maps[part.data_ptr()] = lambda known=known: known
+    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_majflt=next(faults)))
+    model(ids[:, 120:121], torch.full((1, 1), 120))
+    assert asked == [1, 1, 0, 0]
+    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_majflt=7))
+    model(ids[:, 121:122], torch.full((1, 1), 121))
+    model(ids[:, 122:123], torch.full((1, 1), 122))
+    assert len(asked) <= 6, "once, and not again while nobody waits"
+
+
 def test_the_lower_tier_is_authoritative(tmp_path):
     """What is up can be lost at any time between steps."""
     model, ids = tiny_model(), tokens(120)
