@@ -1,7 +1,7 @@
 """Everything that only a machine with a GPU can say, in under five minutes: `python tests/gpu.py`.
 
 1. every kernel against float64 and the reference, in bf16, fp16 and float32
-2. the compiled step: eager's logits, one CUDA graph, nothing that skipped it
+2. the compiled step: eager's logits, one CUDA graph, nothing that skipped it; offload and selection
 3. bytes a second of decode attention, next to those of a copy
 4. a step of a model of Llama-3-8B's shape at 32,768 tokens, pyramid at 4 bits, next to one at 128
 
@@ -153,6 +153,33 @@ def compiled() -> None:
         check(max(errors) < 1e-2, f"{policy} {bits} {form}: compiled is not eager")
 
 
+def tiers() -> None:
+    """Codes in the host's memory and in a file: the same logits. Selection: compiled as eager, one step captured."""
+    shape = dict(dim=256, n_layer=5, n_head=12, n_kv_head=4, head_dim=64, hidden_dim=512, vocab_size=1000)
+    model, ids = random_model(torch.float32, **shape), torch.randint(0, 1000, (1, 400), device=DEVICE)
+
+    def logits(compile: bool, **options) -> torch.Tensor:
+        torch._dynamo.reset()
+        model.compiled, model.run_block, model.run_head = False, llama.TransformerBlock.forward, llama.Transformer.head
+        if compile:
+            model.compile()
+        model.setup_caches(caches.build("full", **options), 1, 400)
+        step = DecodeStep(model)
+        with torch.no_grad():
+            model.prefill(ids[:, :350], 0, 50)
+            where = [torch.tensor([[t]], device=DEVICE) for t in range(350, 390)]
+            return torch.stack([step(ids[:, int(t)][None], t)[0, 0].clone() for t in where])
+
+    for bits in (16, 4):
+        want = logits(False, bits=bits)
+        for offload in ("cpu", "disk") if CUDA else ("disk",):
+            check(torch.equal(logits(False, bits=bits, offload=offload), want), f"offload {offload} {bits} is not none")
+        want = logits(False, bits=bits, select=128)
+        error = furthest(logits(not SMALL, bits=bits, select=128), want)
+        check(error < 1e-2, f"select {bits}: compiled is off eager by {error:.1e}")
+    print("offload and selection, in 16 and 4 bits")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Bytes a second
 
@@ -264,7 +291,7 @@ def main() -> int:
     name = torch.cuda.get_device_name() if CUDA else "interpreter"
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     print(f"{name}, torch {torch.__version__}, triton {kernels.triton.__version__}, commit {commit or 'unknown'}")
-    for part in (right, compiled, fast, whole):
+    for part in (right, compiled, tiers, fast, whole):
         began = time.perf_counter()
         print(f"\n{part.__name__}")
         try:
