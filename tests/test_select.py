@@ -61,8 +61,8 @@ def test_equals_attention_to_the_chunks_that_a_search_over_all_keys_picks(heads,
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=str)
-@pytest.mark.parametrize("page", [0, 1, 16, 64])
-@pytest.mark.parametrize("select", [400, 2048, 1.0])
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("select", [400, 1.0])
 def test_to_select_everything_is_the_full_cache_exactly(options, page, select):
     page = 32 if page and options.get("format") == "kivi" else page
     q, k, v = drawn(400)
@@ -123,8 +123,12 @@ def test_bounds_follow_every_token(options):
     assert all(map(torch.equal, cache.buffers(), fresh.buffers()))
 
 
-@pytest.mark.parametrize("cache", ["full", "snapkv:window=8", "pyramid:window=8", "adakv:window=8", "expected"])
-@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "cache, options",
+    [("full", form) for form in FORMATS]
+    + [(name, FORMATS[2]) for name in ("snapkv:window=8", "pyramid:window=8", "adakv:window=8", "expected")],
+    ids=str,
+)
 def test_every_policy_that_appends_in_a_whole_model(cache, options):
     """Two dense layers and one that selects; batch rows as each alone; a second turn; and it does select."""
     budget = None if cache == "full" else 0.8
@@ -152,7 +156,7 @@ def decode_first(model, spec, ids):
     return model.prefill(ids[:1, :300])
 
 
-@pytest.mark.parametrize("options, page", [(FORMATS[0], 0), (FORMATS[2], 64), (FORMATS[3], 0)], ids=str)
+@pytest.mark.parametrize("options, page", [(FORMATS[2], 64), (FORMATS[3], 0)], ids=str)
 def test_compiled_equals_eager_with_a_graph_for_layers_that_select_and_one_for_those_that_do_not(options, page):
     from generate import DecodeStep, graphs
 
