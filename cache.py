@@ -7,6 +7,8 @@
     Residual   the newest R tokens and the first few, exact, laid over any store.
     Dense      where: a place of its own for every sequence.
     Paged      where: pages of one pool that all sequences and layers share, on demand, by a block table.
+    Selection  which chunks a step reads, where it does not read all.
+    Memory     in which memory: the device's, or below it `Disk` and `Host`, from where `Staged` layers come up.
     Pool       the allocator, on the host: claim, share, release; `Paged.unshare` copies a page that others refer to.
     Prefixes   full pages by what they hold, for texts that begin alike.
     build      the only place where names are strings.
