@@ -35,7 +35,6 @@ import math
 import mmap
 import os
 import re
-import resource
 import shutil
 import tempfile
 import weakref
@@ -1920,7 +1919,8 @@ class Disk(Memory):
             return torch.zeros(shape, dtype=dtype)
         with self.file() as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
+                allocate = getattr(os, "posix_fallocate", lambda file, start, n: os.ftruncate(file, n))  # as on a Mac
+                allocate(file.fileno(), 0, nbytes)
             except OSError as error:
                 free = shutil.disk_usage(self.path).free
                 raise SpecError(
@@ -1936,6 +1936,8 @@ class Disk(Memory):
     def expect(self, layout):
         """Of dense layers, the one after this comes up, if it reads all that it has. (Pages are anywhere in their
         files.) Only if the disk was waited for since: asking for what is there takes a quarter of a step."""
+        import resource  # which Windows has not
+
         waited = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         if layout.pool is not None or waited == self.waited:
             return
