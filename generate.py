@@ -1345,6 +1345,8 @@ class Service:
         prefix = found_line(c["prefix_tokens"], c["stored_tokens"], self.engine.desk, self.engine.store)
         prefix = prefix if self.engine.prefix else "not looked for"
         prefix = f"none found: {c['no_prefix_because']}" if c["no_prefix_because"] else prefix
+        if self.args.saved:
+            prefix = f"{self.args.saved.said['seen']:,} tokens of {self.args.load_cache}, before every prompt"
         return "\n".join(
             [
                 f"requests {data['requests']:,}: {data['prompt_tokens']:,} tokens of prompts + "
@@ -1354,7 +1356,8 @@ class Service:
                     f"; {c['offloaded_bytes'] / 1e6:,.2f} MB of it {self.engine.spec.where}"
                     if c["offloaded_bytes"]
                     else ""
-                ),
+                )
+                + (f"; a step selects {n} of a head's tokens" if (n := self.engine.spec.select) is not None else ""),
                 f"pages    {c['pages_at_peak']:,} of {c['pages']:,} in use at the peak, of {c['page_slots']} slots; "
                 f"unused then {c['unused_slots_at_peak']:.1%}; requests that made way {c['preempted']:,}",
                 f"prefix   {prefix}",
@@ -1675,13 +1678,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--offload",
         default="none",
         metavar="none|cpu|disk[:DIR]",
-        help="where the cache's codes live: with the model (none), in the host's memory, or in a file",
+        help="where the cache's codes live: with the model (none), for a GPU in the host's memory, or in files of DIR "
+        "(/var/tmp)",
     )
     p.add_argument(
         "--select",
         type=number,
         metavar="N",
-        help="tokens, or a fraction, that a step reads of all that are held: those whose keys promise most (all)",
+        help="a step reads so many tokens, 96 or more, or a fraction below 1, of all that are held: those whose keys "
+        "promise most (all)",
     )
     p.add_argument(
         "--page-size",
@@ -1723,7 +1728,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--save-cache", type=Path, metavar="FILE", help="at the end, what was read and answered, as a cache")
     p.add_argument("--load-cache", type=Path, metavar="FILE", help="go on from there: each prompt follows it")
-    p.add_argument("--max-new-tokens", type=int, default=200)
+    p.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="of an answer; 0 only reads (200)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int)
     p.add_argument("--top-p", type=float)
@@ -1848,6 +1853,8 @@ def check_saved(args: argparse.Namespace) -> None:
             kind = "a chat" if args.saved.chat else "plain text"
             raise UsageError(f"--{'chat' if args.chat else 'raw'}: --load-cache {args.load_cache} is {kind}; drop it")
         args.chat = args.saved.chat
+        if args.prompt is None and args.text is None and not args.interactive:
+            raise UsageError(f"--load-cache {args.load_cache}: give what follows it, with --prompt or --interactive")
         if args.interactive and not args.chat:
             raise UsageError(
                 f"--interactive is a chat, and --load-cache {args.load_cache} is plain text; give --prompt"
