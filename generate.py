@@ -1127,6 +1127,7 @@ class Report:
 
     def recall(self, ids: list[int]) -> int:
         """The caches begin with what the store has of a prompt: so many tokens."""
+        self.pool.expected.clear()  # of texts as long as can be; of this one only `fit` knows
         blocks = self.store.load(self.layers, [], ids, caches.findable(self.layers, len(ids)))
         self.found = caches.begin(self.layers, blocks)
         return self.found
@@ -1752,9 +1753,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.saved = None if args.load_cache is None else Saved(args.load_cache)
     names = ("cache", "budget", "bits", "format", "residual")
     for name, value in zip(names, args.saved.cache if args.saved else (), strict=False):
+        said = "the default" if value is None else value
         if getattr(args, name) not in (p.get_default(name), value) and str(getattr(args, name)) != str(value):
             raise UsageError(
-                f"--{name} {getattr(args, name)}: --load-cache {args.load_cache} has {value}; drop one of them"
+                f"--{name} {getattr(args, name)}: --load-cache {args.load_cache} has {said}; drop one of them"
             )
         setattr(args, name, value)
     args.spec = caches.build(
@@ -1853,12 +1855,16 @@ def check_saved(args: argparse.Namespace) -> None:
             kind = "a chat" if args.saved.chat else "plain text"
             raise UsageError(f"--{'chat' if args.chat else 'raw'}: --load-cache {args.load_cache} is {kind}; drop it")
         args.chat = args.saved.chat
+        if args.stats:
+            raise UsageError("--stats looks at a text while it is read, and --load-cache has read it; drop one of them")
         if args.prompt is None and args.text is None and not args.interactive:
             raise UsageError(f"--load-cache {args.load_cache}: give what follows it, with --prompt or --interactive")
         if args.interactive and not args.chat:
             raise UsageError(
                 f"--interactive is a chat, and --load-cache {args.load_cache} is plain text; give --prompt"
             )
+    if args.save_cache is not None and args.json is not None and args.save_cache.resolve() == args.json.resolve():
+        raise UsageError(f"--save-cache {args.save_cache} and --json: give two files")
     if args.save_cache is not None:
         check_writable(args.save_cache, "--save-cache")
 

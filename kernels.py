@@ -1117,7 +1117,9 @@ def has_native(q: Tensor, k: "Written | None", v: "Written | None") -> bool:
         or q.shape[3] % 32
     ):
         return False
-    return all(w is not None and w.number == "float" and CHUNK in w.codes.shape[-2:] for w in (k, v))
+    if k is None or v is None or k.number != "float" or v.number != "float":
+        return False
+    return k.codes.shape[-1] == v.codes.shape[-2] == CHUNK  # smaller pages have smaller chunks
 
 
 def attend_native(
