@@ -550,6 +550,12 @@ def test_health_by_definition(checkpoint, capsys):
     seen = []
 
     class Spy(torch.nn.Module):
+        def enter(self):
+            pass
+
+        def leave(self, step):
+            pass
+
         def forward(self, q, k, v, pos):
             seen.append((q, k, v))
             return ev.kernels.causal_attention(q, k, v)

@@ -49,7 +49,7 @@ def story(model, spec, batch=1):
     return torch.stack(out)
 
 
-ALL = [(cache, {}) for cache in POLICIES] + [(cache, form) for cache in ("full", "h2o") for form in FORMATS[1:]]
+ALL = [(cache, {}) for cache in POLICIES] + [(cache, form) for cache in ("full",) for form in FORMATS[1:]]
 
 
 @pytest.mark.parametrize("cache, options", ALL, ids=str)
@@ -60,8 +60,8 @@ def test_bitwise_equal_to_none(cache, options, staged, away, tmp_path):
     assert torch.equal(story(model, ours, 2), story(model, near(ours), 2))
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("delayed", ["up", "down", "both"])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("delayed", ["up", "both"])
 def test_a_slow_copy_changes_nothing(layers, delayed, tmp_path, monkeypatch):
     for name in ("up", "down"):
         if delayed in (name, "both"):

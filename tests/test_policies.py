@@ -167,6 +167,12 @@ class Definition:
 class Checked(torch.nn.Module):
     """A cache under the eyes of one Definition for each sequence."""
 
+    def enter(self):
+        pass
+
+    def leave(self, step):
+        pass
+
     def __init__(self, cache, spec):
         super().__init__()
         self.cache, self.spec, self.errors = cache, spec, []
