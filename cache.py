@@ -745,10 +745,11 @@ class AdaKV(SnapKV):
     def keep(self, score, where, n, newest):
         if n >= score.shape[-1]:
             return super().keep(score, where, n, newest)
-        always = self.sink + newest
+        score = kernels.all_heads(score)
+        always, where = self.sink + newest, where[:, :1].expand_as(score)
         sure = super().keep(score, where, always + int(self.floor * (n - always)), newest)
         best = score.masked_fill(sure, float("inf")).flatten(1).topk(n * score.shape[1], -1).indices
-        return torch.zeros_like(sure).flatten(1).scatter_(-1, best, True).view_as(sure)
+        return kernels.own_heads(torch.zeros_like(sure).flatten(1).scatter_(-1, best, True).view_as(sure))
 
 
 class Expected(Policy):
@@ -893,11 +894,13 @@ class TOVA(Ranked):
         super().__init__(sink, recent)
 
     def weigh(self, q, k, v, pos, live):
-        mass = kernels.window_mass(q, k, 1, live)
-        return mass.mean(1, keepdim=True).expand_as(mass).clone()
+        return self.in_all_heads(kernels.window_mass(q, k, 1, live)).clone()
 
     def observe(self, mass):
-        self.rank.copy_(mass.mean(1, keepdim=True).expand_as(mass))
+        self.rank.copy_(self.in_all_heads(mass))
+
+    def in_all_heads(self, mass):
+        return (kernels.all_sum(mass.mean(1, keepdim=True)) / kernels.RANKS).expand_as(mass)
 
 
 class KeyNorm(Ranked):
@@ -980,7 +983,7 @@ class Random(Ranked):
         return super().attach(layer, frequencies, positions)
 
     def score(self, q, k, v, pos):
-        head = torch.arange(k.shape[1], device=k.device)[:, None]
+        head = kernels.RANK * k.shape[1] + torch.arange(k.shape[1], device=k.device)[:, None]
         # Every product stays below 2^63, where eager and compiled code agree.
         x = (
             (pos[:, None] & 0x3FFFFFFF) * 0x9E3779B1

@@ -46,9 +46,18 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         args = parse(argv)
+        kernels.join_ranks(args.device)
         return chat(args) if args.interactive else serve(args) if args.batch else run(args)
 
-    return exit_code("generate.py", work)
+    silent = os.environ.get("RANK", "0") != "0"  # of several processes that share a model, the first speaks
+    with contextlib.ExitStack() as stack:
+        if silent:
+            nobody = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nobody))
+            stack.enter_context(contextlib.redirect_stderr(nobody))
+        code = exit_code("generate.py", work)
+    kernels.leave_ranks(code)
+    return code
 
 
 def exit_code(program: str, work: Callable[[], int]) -> int:
@@ -58,6 +67,9 @@ def exit_code(program: str, work: Callable[[], int]) -> int:
     except (CheckpointError, caches.SpecError, UsageError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
+    except kernels.LostRank as error:
+        print(f"{program}: {error}", file=sys.__stderr__)  # also of a process that is to be silent otherwise
+        return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -535,7 +547,8 @@ class DecodeStep:
         spoiled = kernels.spoil(calls, lasting)
         self.logits.fill_(float("nan"))
         kernels.replay(calls)
-        if torch.equal(logits, self.logits) and all(map(torch.equal, state, after)):
+        same = torch.equal(logits, self.logits) and all(map(torch.equal, state, after))
+        if kernels.all_agree(same):
             self.again = lambda: kernels.replay(calls)
             return logits
         for buffer, old in [*zip(state, before, strict=True), *spoiled]:
@@ -685,7 +698,7 @@ class Engine:
             self.spec.page_bytes(args.head_dim, weight.dtype) + 200,
             free_memory(weight.device),
         )  # and the host's
-        if pages * size > free and self.spec.offload == "none":
+        if not kernels.all_agree(pages * size <= free) and self.spec.offload == "none":
             raise UsageError(
                 f"--pages {pages}: they take {pages * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; give at "
                 f"most {int(free / size):,}, or fewer --max-batch, --max-new-tokens or --bits"
@@ -1066,7 +1079,8 @@ def free_memory(device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # the processes of torchrun on this machine share it
+        return next(int(line.split()[1]) * 1024 / ranks for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError, IndexError):
         return float("inf")
 
@@ -1231,7 +1245,7 @@ class Report:
             lines.insert(2, f"select   a step reads {c['read_bytes'] / 1e6:,.2f} MB of that, {part:.1%}")
         if self.health:
             lines.append(health_line(data["health"]))
-        return "\n".join(lines)
+        return "\n".join(lines + ranks_line())
 
 
 class Service:
@@ -1364,8 +1378,16 @@ class Service:
                 f"prefix   {prefix}",
                 f"speed    {t['requests_s']:.2f} requests/s, {t['tok_s']:,.1f} tok/s (load {t['load_s']:.1f} s, "
                 f"all requests {t['serve_s']:.1f} s, compiling included)",
+                *ranks_line(),
             ]
         )
+
+
+def ranks_line() -> list[str]:
+    n = kernels.RANKS
+    return (
+        [f"ranks    {n} processes, each with a part of the model and of the cache; bytes are of one"] if n > 1 else []
+    )
 
 
 def found_line(found: int, stored: int, layers: list[caches.KVCache], store: PrefixStore | None) -> str:
@@ -1768,6 +1790,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     args.device = pick_device(args.device)
     check(args)
+    check_ranks(args)
     args.params = argparse.Namespace(
         **{name: getattr(args, name) for name in Params.__annotations__ if name != "stop_ids"}
     )
@@ -1790,7 +1813,9 @@ def number(text: str) -> int | float:
 
 def pick_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return pick_device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"  # torchrun: one for each process
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -1827,6 +1852,20 @@ def check(args: argparse.Namespace) -> None:
         refuse(value is not None and value < least, f"--{flag.replace('_', '-')} {value}: give {least} or more")
     if args.json is not None:
         check_writable(args.json)
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """What several processes that share a model (torchrun) cannot do; the first of them speaks for all."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    given = {"--interactive": args.interactive, "--prompt-file -": args.prompt_file == "-", "--stats": args.stats}
+    given |= {flag: getattr(args, flag[2:].replace("-", "_")) for flag in ("--save-cache", "--load-cache")}
+    given["--prefix-store"] = args.prefix_store
+    for flag in [flag for flag, value in given.items() if value and ranks > 1]:
+        raise UsageError(f"{flag}: not with torchrun, whose {ranks} processes share the model; run it in one process")
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+    if os.environ.get("RANK", "0") != "0":
+        args.json = None
 
 
 def check_params(args: argparse.Namespace) -> None:
@@ -1892,6 +1931,11 @@ def open_store(args: argparse.Namespace) -> PrefixStore | None:
 def check_batch(args: argparse.Namespace) -> None:
     """What only several prompts can have, and what they cannot."""
     if args.batch:
+        if args.spec.policy().ragged and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise UsageError(
+                f"--cache {args.spec.name}: not of several prompts with torchrun, where each process counts pages by "
+                "its own heads; choose snapkv or pyramid, or give one prompt"
+            )
         if args.stats:
             raise UsageError("--stats looks at the cache of one prompt; drop it, or give one prompt")
         if args.num_samples > args.max_batch:

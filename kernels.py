@@ -16,6 +16,7 @@
     e2m1, minifloat    floats of four and eight bits, to and from codes
     rotation           the signed Hadamard matrix that spreads outlier channels
     attend, merge      a GPU's dot, softmax and mix in one Triton kernel, in pieces, and what puts them together
+    all_sum            what processes that share a model compute, together
     recorded, replay   the kernels of a compiled CPU step, called again without the Python between them
 
 On a GPU Triton kernels attend to a cache and weigh a prompt; everything else, on a CPU everything, is plain PyTorch.
@@ -32,11 +33,13 @@ import ctypes
 import functools
 import itertools
 import os
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -1076,7 +1079,7 @@ def compile_native() -> bool:
     return True
 
 
-def native(schema: str, function: Callable, shape: Callable) -> None:
+def native(schema: str, function: Callable, shape: Callable, devices: tuple[str, ...] = ("CPU",)) -> None:
     """An operator that `recorded` knows of: function(*inputs, *outputs), where shape(*inputs) makes those."""
 
     def run(*inputs: Tensor):
@@ -1089,7 +1092,8 @@ def native(schema: str, function: Callable, shape: Callable) -> None:
 
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, run, "CPU")
+    for device in devices:
+        LIBRARY.impl(name, run, device)
     torch.library.register_fake(f"kv_fast::{name}", shape)
 
 
@@ -1141,6 +1145,80 @@ native(
     lambda x, n, *found: torch.topk(x, n, sorted=False, out=found),
     topk_shape,
 )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes that share a model (tensor parallel, 1909.08053): each has some heads of every layer and their cache, and a
+# part of every MLP. What they compute is summed twice a layer; a policy that weighs heads against each other asks, too.
+
+RANK, RANKS = 0, 1  # which of how many this process is
+
+
+class LostRank(RuntimeError):
+    """One of the processes that share the model has ended, and the others cannot go on."""
+
+
+def join_ranks(device: torch.device) -> None:
+    """Finds the other processes, where torchrun has started several; all of them call this."""
+    global RANK, RANKS
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    RANK, RANKS = dist.get_rank(), dist.get_world_size()
+
+
+def leave_ranks(code: int) -> None:
+    """Ends this process with an exit code, if it is one of several: when all have come to their end, or at once."""
+    if RANKS == 1:
+        return
+    if code == 0:
+        dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads outlive the group, and abort when they find the interpreter gone
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[-200:]
+        raise LostRank(f"rank {RANK} of {RANKS}: another process has ended, or cannot be reached ({reason})") from None
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """x, summed over all processes: the same bits in each. In float32, as every long sum."""
+    return x if RANKS == 1 else torch.ops.kv_fast.all_sum(x.float().contiguous()).to(x.dtype)
+
+
+def all_heads(x: Tensor) -> Tensor:
+    """x [B,H,..] of this process's heads -> of all, in their order."""
+    if RANKS == 1:
+        return x
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(RANKS)]
+    with together():
+        dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+def own_heads(x: Tensor) -> Tensor:
+    """Of x [B,H,..] of all heads, what is of this process's."""
+    return x.chunk(RANKS, 1)[RANK]
+
+
+def all_agree(yes: bool) -> bool:
+    """Does every process say yes? Where one did something else than the others, they would wait for each other."""
+    return bool(all_sum(torch.tensor(float(yes))) == RANKS)
+
+
+def summed(x: Tensor, y: Tensor) -> None:
+    y.copy_(x)
+    with together():
+        dist.all_reduce(y)
+
+
+native("all_sum(Tensor x) -> Tensor", summed, torch.empty_like, ("CPU", "CUDA"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import unicodedata
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -262,7 +262,7 @@ class Attention(nn.Module):
 
     def out(self, y: Tensor) -> Tensor:
         """y [B,T,n_head,D] -> [B,T,dim]."""
-        return self.wo(y.flatten(2))
+        return kernels.all_sum(self.wo(y.flatten(2)))
 
 
 class FeedForward(nn.Module):
@@ -273,7 +273,7 @@ class FeedForward(nn.Module):
         self.w3 = Linear(args.dim, args.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return kernels.all_sum(self.w2(F.silu(self.w1(x)) * self.w3(x)))
 
 
 class Linear(nn.Linear):
@@ -465,6 +465,18 @@ class ModelArgs:
             eos_ids=tuple(eos),
         )
 
+    def shared(self, ranks: int) -> "ModelArgs":
+        """What each of so many processes has of the model. Raises CheckpointError where heads do not divide."""
+        sizes = (self.n_head, self.n_kv_head, self.hidden_dim)
+        fits = [n for n in range(1, self.n_kv_head + 1) if not any(size % n for size in sizes)]
+        _need(
+            ranks in fits,
+            f"torchrun --nproc-per-node {ranks}: {self.n_kv_head} KV heads and {self.hidden_dim} hidden units cannot "
+            f"be shared by so many processes; give {' or '.join(map(str, fits))}",
+        )
+        n_head, n_kv_head, hidden_dim = (size // ranks for size in sizes)
+        return replace(self, n_head=n_head, n_kv_head=n_kv_head, hidden_dim=hidden_dim)
+
 
 def rope_frequencies(args: ModelArgs) -> tuple[torch.Tensor, float]:
     """Rotary angles per position, inv_freq [head_dim/2] float32 in radians, and the factor on cos and sin.
@@ -525,6 +537,14 @@ WEIGHTS = {  # ours: (Hugging Face's, GGUF's); names joined by a space are stack
     "feed_forward.w3": ("mlp.up_proj", "ffn_up"),
 }
 
+SHARED = {  # the dim along which several processes share a matrix: rows of heads and hidden units, then their columns
+    "attention.wqkv": 0,
+    "attention.wo": 1,
+    "feed_forward.w1": 0,
+    "feed_forward.w2": 1,
+    "feed_forward.w3": 0,
+}
+
 
 def default_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     """bfloat16 where the hardware multiplies it (CUDA with bf16; CPUs with AVX512-BF16 or AMX), else float32."""
@@ -551,6 +571,7 @@ def load_checkpoint(
     """The model, ready for inference, and its tokenizer.
 
     name_or_path: "smollm2", a .gguf file, a Hugging Face directory, or a Hub id "org/name". dtype None: default_dtype.
+    After `kernels.join_ranks` this process's share of it: its heads of every layer, its part of every MLP.
     progress: called with one line of text at a time while something is fetched. Raises CheckpointError.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
@@ -565,8 +586,8 @@ def load_checkpoint(
     _need(path.is_dir() or path.suffix == ".gguf", f"--checkpoint {name} is no checkpoint; {known}")
     args, tensors, tokenizer = _open_directory(path) if path.is_dir() else _open_gguf(path)
     with torch.device("meta"):
-        model = Transformer(args)
-    weights = _read_weights(path, model, tensors, device, dtype or default_dtype(device))
+        whole, model = Transformer(args), Transformer(args.shared(kernels.RANKS))
+    weights = _read_weights(path, whole, tensors, device, dtype or default_dtype(device))
     model.load_state_dict(weights, assign=True, strict=True)
     model.finish_loading(device)
     return model.eval().requires_grad_(False), tokenizer
@@ -591,7 +612,7 @@ def _read_weights(path, model, tensors, device, dtype):
             shape, found = [n, *like.shape[1:]], f"{list(piece.shape)} {piece.dtype}"
             good = list(piece.shape) == shape and piece.dtype in (torch.float32, torch.float16, torch.bfloat16)
             _need(good, f"{path}: {name} is {found}, but the config wants floats of shape {shape}")
-            pieces.append(piece.to(device=device, dtype=dtype))
+            pieces.append(_share(stem, piece).to(device=device, dtype=dtype))
         weights[ours] = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else None
     # A tied checkpoint may carry its head all the same; rotary tables are recomputed, in float32.
     ignored = ("rotary_emb.inv_freq", "lm_head.weight") if args.tie_embeddings else "rotary_emb.inv_freq"
@@ -600,6 +621,16 @@ def _read_weights(path, model, tensors, device, dtype):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
         _need(not names, f"{path} {what} {listed}; a complete checkpoint that matches its config is needed")
     return weights
+
+
+def _share(stem, piece):
+    # What this process has of a tensor.
+    dim = SHARED.get(stem)
+    if kernels.RANKS == 1 or dim is None:
+        return piece
+    if dim == piece.ndim:  # a bias that is added to a sum, once
+        return piece if kernels.RANK == 0 else torch.zeros_like(piece)
+    return piece.chunk(kernels.RANKS, dim)[kernels.RANK].clone(memory_format=torch.contiguous_format)
 
 
 def _json(path, missing_ok=False):
