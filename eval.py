@@ -16,8 +16,9 @@ Every task runs a grid, cache x budget x bits, next to the full cache in the mod
     bench      speed and memory of a step
     profile    where the time of a step goes
     serve      many requests: lanes together and alone, requests of all lengths, prompts that begin alike
+    plan       what a model that nobody has loaded would take on so many GPUs, computed from its shape
 
-All but the last three compare caches that hold the same number of tokens: a budget is a part of what the full cache
+All but the last four compare caches that hold the same number of tokens: a budget is a part of what the full cache
 holds at the end, and a policy that appends what follows a prompt has that many slots less for the prompt. A prompt is
 read once for many caches, because they differ only in what they keep. The first six note results in --out as they come,
 and a run that was interrupted goes on from there. Behind a mean, ± is the standard error of its difference to the full
@@ -70,7 +71,7 @@ from generate import (
     number,
     pick_device,
 )
-from model import WEIGHTS, Tokenizer, Transformer, load_checkpoint
+from model import WEIGHTS, ModelArgs, Tokenizer, Transformer, load_checkpoint
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,6 +79,10 @@ def main(argv: list[str] | None = None) -> int:
         args = parse(argv)
         run, lines, draw = TASKS[args.task]
         dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+        if args.task == "plan":
+            rows = plan(args, dtype or torch.bfloat16)
+            print(*([json.dumps(row) for row in rows] if args.json else lines(rows)), sep="\n")
+            return 0
         model, tokenizer = load_checkpoint(args.checkpoint, device=args.device, dtype=dtype)
         if args.weights == "int8":
             model.to_int8()
@@ -1485,6 +1490,210 @@ def batched(items: list, n: int) -> list[list]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Planning: bytes of a model that need not be there
+
+
+def cache_bytes(shape: ModelArgs, spec: caches.CacheSpec, prompt: int, new: int, dtype: torch.dtype) -> int:
+    """Bytes of the caches of one sequence: of every KV head of every layer, with S slots,
+
+        ceil(S/32) * (codes and scales of 32 slots, keys and values)
+        + S * (4 for a position, 4 for a rank, if the policy has some, 4 for a length, if it is keydiff)
+        + (4 + residual) * (2 * head_dim numbers of the model's own dtype, 4 for a slot)
+        + 32 * head_dim such numbers if the keys' format fills units (kivi)
+
+    S is the layer's part of the budget and, where the policy appends, room for what follows. Where heads of a layer
+    share a budget (adakv) it is their mean, which is what they take in pages.
+    """
+    policy, D, e = spec.policy(), shape.head_dim, dtype.itemsize
+    stores = [spec.k.store(True, D, dtype, "cpu"), spec.v.store(False, D, dtype, "cpu")]
+    chunk = sum(part.nbytes for store in stores for part in store.encode(torch.zeros(caches.CHUNK, D)))
+    slot = 4 + 4 * isinstance(policy, caches.Ranked) + 4 * isinstance(policy, caches.KeyDiff)
+    exact = (caches.SINK + spec.residual) * (2 * D * e + 4) if spec.residual else 0
+    exact += caches.CHUNK * D * e if spec.k.unit > 1 else 0
+    slots = [S + new * policy.appends for S in spec.slots(prompt, shape.n_layer)]
+    return shape.n_kv_head * sum(-(-S // caches.CHUNK) * chunk + S * slot + exact for S in slots)
+
+
+def plan(args: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
+    """One dict for every cache on every number of GPUs; bytes are those of one GPU.
+
+    Of weights each GPU has its part of attention and MLP, and all of the embeddings, the head and the norms. A step
+    reads weights (of an embedding that is not the head's, too, a row) and cache once, at --gb-s, and waits twice a
+    layer for a sum over the GPUs, --latency-us each: a floor, not a promise. While a prompt is read there are one
+    layer's keys and values in full as well.
+    """
+    whole, rows, prompt = read_shape(args.model), [], args.context - args.new_tokens
+    if not 0 < prompt < args.context <= whole.max_seq_len:
+        raise UsageError(
+            f"--context {args.context} with --new-tokens {args.new_tokens}: give more than those, and at most the "
+            f"{whole.max_seq_len} positions of {args.model}"
+        )
+    for arm, batch, gpus in itertools.product(args.arms, args.batch, args.gpus):
+        shape, spec = whole.shared(gpus), arm.relative()
+        with torch.device("meta"):
+            model = Transformer(shape).to(dtype)
+        weights = sum(p.nbytes for p in model.parameters())
+        cache = batch * cache_bytes(shape, spec, prompt, args.new_tokens, dtype)
+        layer = 2 * shape.n_kv_head * shape.head_dim * dtype.itemsize  # of one token
+        full = batch * args.context * layer * shape.n_layer
+        waits = 2 * shape.n_layer * args.latency_us / 1e3 if gpus > 1 else 0.0
+        ms = (model.step_bytes() + cache) / args.gb_s / 1e6 + waits
+        peak = weights + cache + prompt * layer
+        rows.append(
+            {
+                "cache": str(arm),
+                "batch": batch,
+                "gpus": gpus,
+                "weight_bytes": weights,
+                "cache_bytes": cache,
+                "cache_vs_full": cache / full,
+                "peak_bytes": peak,
+                "fits": peak <= args.memory_gb * 1e9,
+                "step_ms": ms,
+                "tok_s": batch * 1e3 / ms,
+            }
+        )
+    return rows
+
+
+def plan_lines(rows: list[dict]) -> list[str]:
+    lines = [["cache", "batch", "GPUs", "weights GB", "cache GB", "of bf16", "peak GB", "fits", "ms", "tok/s"]]
+    for row in rows:
+        sizes = [f"{row[name] / 1e9:,.2f}" for name in ("weight_bytes", "cache_bytes", "peak_bytes")]
+        lines.append(
+            [row["cache"], str(row["batch"]), str(row["gpus"]), *sizes[:2], f"{row['cache_vs_full']:.3f}", sizes[2]]
+            + ["yes" if row["fits"] else "no", f"{row['step_ms']:.2f}", f"{row['tok_s']:,.0f}"]
+        )
+    return aligned(lines)
+
+
+LLAMA3 = dict(vocab_size=128256, rope_theta=5e5, max_position_embeddings=131072)
+LLAMA31 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+QWEN = dict(vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True)
+SHAPES: dict[str, dict] = {  # what is in the config.json of each, where it is not the default below
+    "smollm2-135m": dict(
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        rope_theta=1e5,
+        tie_word_embeddings=True,
+    ),
+    "smollm2-1.7b": dict(
+        hidden_size=2048,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        intermediate_size=8192,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        rope_theta=1.3e5,
+        tie_word_embeddings=True,
+    ),
+    "tinyllama-1.1b": dict(
+        hidden_size=2048,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        intermediate_size=5632,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+    ),
+    "llama-2-7b": dict(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        intermediate_size=11008,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+    ),
+    "llama-3.2-1b": LLAMA3
+    | dict(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        tie_word_embeddings=True,
+        rope_scaling=LLAMA31 | dict(factor=32.0),
+    ),
+    "llama-3.1-8b": LLAMA3
+    | dict(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        rope_scaling=LLAMA31 | dict(factor=8.0),
+    ),
+    "llama-3-70b": LLAMA3  # of 3.1 and 3.3, that is, which have the positions
+    | dict(
+        hidden_size=8192,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        intermediate_size=28672,
+        rope_scaling=LLAMA31 | dict(factor=8.0),
+    ),
+    "mistral-7b-v0.3": dict(
+        model_type="mistral",
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=32768,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        sliding_window=None,
+    ),
+    "qwen2.5-0.5b": QWEN
+    | dict(
+        model_type="qwen2",
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        max_position_embeddings=32768,
+    ),
+    "qwen3-0.6b": QWEN
+    | dict(
+        model_type="qwen3",
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        max_position_embeddings=40960,
+    ),
+}
+DEFAULTS = dict(model_type="llama", rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False)
+
+
+def read_shape(name: str) -> ModelArgs:
+    """Of a model that is known by name, or of any config.json."""
+    if name in SHAPES:
+        return ModelArgs.from_hf(DEFAULTS | SHAPES[name])
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    near = difflib.get_close_matches(name, SHAPES, 1)
+    if not path.is_file():
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"--model {name}: give {caches.either(SHAPES)}, or the path of a config.json{hint}")
+    try:
+        return ModelArgs.from_hf(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"--model {path}: {' '.join(str(error).split())[:200]}; give the config.json of a model"
+        ) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The edge
 
 
@@ -1534,6 +1743,7 @@ TASKS = {  # what runs, what prints its rows, what draws them
     "bench": (bench, bench_lines, None),
     "profile": (profile, profile_lines, None),
     "serve": (serve, serve_lines, None),
+    "plan": (plan, plan_lines, None),
 }
 
 
@@ -1583,7 +1793,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="instead of Python's manual, which needle and ruler always use",
     )
-    g.add_argument("--context", type=int, default=3500, help="tokens that are compressed (3500)")
+    g = p.add_argument_group("ppl, fidelity, table, health, map, plan")
+    g.add_argument("--context", type=int, default=3500, help="tokens that are compressed; plan: all of a text (3500)")
     g = p.add_argument_group("ppl, fidelity, table")
     g.add_argument("--score", type=int, default=128, help="tokens that are then read one by one (128)")
     g.add_argument("--windows", type=int, default=4, help="pieces of text, one after the other (4)")
@@ -1614,9 +1825,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument(
         "--offload", type=listed(str), default=["none"], help="none, cpu, disk or disk:DIR, by commas (none)"
     )
-    g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas (1)")
     g.add_argument("--prefills", type=int, default=1, help="how often every prompt is read (1)")
     g.add_argument("--vs", choices=["transformers"], help="also its caches, with the same weights")
+    g = p.add_argument_group("bench, plan")
+    g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas (1)")
+    g = p.add_argument_group("plan")
+    g.add_argument("--model", default="llama-3-70b", help=f"{caches.either(SHAPES)}, or a config.json (llama-3-70b)")
+    g.add_argument("--gpus", type=listed(int), default=[1, 2, 4, 8], help="that share it, by commas (1,2,4,8)")
+    g.add_argument("--new-tokens", type=int, default=256, help="of --context, that are written (256)")
+    g.add_argument("--memory-gb", type=float, default=141.0, help="of a GPU (141, an H200's)")
+    g.add_argument("--gb-s", type=float, default=4800.0, help="its memory's bandwidth (4800, an H200's)")
+    g.add_argument("--latency-us", type=float, default=10.0, help="of a sum over all GPUs, an assumption (10)")
     g = p.add_argument_group("bench, profile, serve, table")
     g.add_argument("--steps", type=int, default=15, help="decode steps a turn (15)")
     g.add_argument("--rounds", type=int, default=8, help="turns of every row (8)")
@@ -1632,7 +1851,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 raise UsageError(f"{flag}: only for {group.title}, not for {args.task}")
     if args.budget is not None and set(args.cache) == {"full"}:
         raise UsageError(f"--budget {','.join(map(str, args.budget))}: full keeps every token; name another --cache")
-    defaults = {"budget": [0.2] if args.task in ("bench", "profile", "serve") else [1.0, 0.5, 0.25], "samples": 2}
+    defaults = {
+        "budget": [0.2] if args.task in ("bench", "profile", "serve", "plan") else [1.0, 0.5, 0.25],
+        "samples": 2,
+    }
     defaults |= {
         "bits": [16] if args.task == "map" else [16, 4],
         "length": [1000, 3500],
@@ -1647,7 +1869,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, value in vars(args).items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1 and name != "seed":
             raise UsageError(f"--{name} {value}: give 1 or more")
-    for name in ("prompt_tokens", "length", "batch"):
+    for name in ("memory_gb", "gb_s", "latency_us"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name):g}: give a number above 0")
+    if args.task == "plan":
+        no = {"--checkpoint": "smollm2", "--select": [], "--weights": None, "--threads": None, "--device": "auto"}
+        for flag in [flag for flag, usual in no.items() if getattr(args, flag[2:]) != usual]:
+            raise UsageError(f"{flag}: not for plan, which loads nothing and counts what a step reads of a cache: all")
+    for name in ("prompt_tokens", "length", "batch", "gpus"):
         if getattr(args, name) != [None] and (least := min(getattr(args, name))) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {least}: give 1 or more")
     if args.task == "longbench" and len(args.length) > 1:

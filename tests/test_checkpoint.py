@@ -452,7 +452,7 @@ def write_gguf(path, arch, tensors, args, kind=GGMLQuantizationType.F32, **field
     numbers |= {key: value for key, value in fields.items() if isinstance(value, int)}
     for key, value in numbers.items():
         writer.add_uint32(f"{arch}.{key}", value)
-    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", args.norm_eps)
     writer.add_float32(f"{arch}.rope.freq_base", args.rope_theta)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
