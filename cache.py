@@ -122,7 +122,9 @@ class KVCache(nn.Module):
         if not live.any():
             y, live = kernels.causal_attention(q, k, v), None
         else:
-            old_k, old_v = self.read(pos[:, 0] - 1)  # what is new is not stored yet
+            old_k, old_v = (
+                x.masked_fill(~live[..., None], 0) for x in self.read(pos[:, 0] - 1)
+            )  # new is not stored yet
             keys, values = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
             near = self.nearer(q, pos[:, 0]) if self.policy.relative else None
             y = kernels.attend_chunk(q, keys, values, live, near, self.policy.sink)
@@ -268,7 +270,7 @@ class KVCache(nn.Module):
         a sequence goes on; one that evicts while decoding has what its budget says from the start.
         """
         policy, slots, begins = self.policy, self.slot_pos.shape[2], [start == 0 for start in starts]
-        self.room, most = room, limit
+        self.room, most = room, -(-limit // self.whole) * self.whole
         endless = policy.relative and limit > policy.positions
         if endless:
             most = longest_window(policy.positions)
@@ -956,7 +958,7 @@ class KeyDiff(Ranked):
     def measure(self, cache, slot=None):
         S, live = self.scale.shape[2], cache.slot_pos >= 0
         if slot is None:
-            key = cache.k_store.decoded().flatten(2, 3)[:, :, :S].float()
+            key = cache.k_store.decoded().flatten(2, 3)[:, :, :S].float().masked_fill(~live[..., None], 0)
             self.scale.copy_(live / key.norm(dim=-1).clamp(min=1e-30))
             self.anchor.copy_((self.scale[:, :, None] @ key)[:, :, 0])
         else:
@@ -2550,8 +2552,9 @@ def check_budget(name: str, policy: Policy, budget: int | float) -> int | float:
     if isinstance(budget, int) and budget < least:
         raise SpecError(
             f"--budget {budget}: {name} always keeps the first {policy.sink} tokens (sink) and the last "
-            f"{policy.newest(budget)} ({'window' if isinstance(policy, SnapKV) else 'recent'}); "
-            f"give at least {least}, or 1.0 for everything"
+            f"{policy.newest(budget)} ({'window' if isinstance(policy, SnapKV) else 'recent'})"
+            + (f", in whole units of {policy.unit}" if policy.unit > 1 and not policy.appends else "")
+            + f"; give at least {least}, or 1.0 for everything"
         )
     return budget
 

@@ -477,11 +477,16 @@ def mix(p: Tensor, planes: list[Tensor], scale: Tensor | None = None, zero: Tens
     """sum of p . v over the slots. p [B,H,G,n*C] float32 -> [B,H,G,D] float32.
 
     v as k in `dot`, but for planes [B,H,n,C,U,c]. Sums run down a chunk first, then over chunks: the partial results
-    of a chunk stay in registers.
+    of a chunk stay in registers. What has no weight is not looked at: in an empty slot may be anything, and 0 * NaN is
+    NaN.
     """
     heads, chunk, U = p.shape[2], planes[0].shape[3], planes[0].shape[4]
     r = 1 if scale is None else scale.shape[3] // U
     p = p.unflatten(-1, (-1, chunk))  # [B,H,G,n,C]
+    some = p.amax(2)[:, :, :, None] != 0  # [B,H,n,1,C]
+    if scale is None:
+        planes = [torch.where(some.mT[..., None], plane, 0.0) for plane in planes]
+    scale, zero = (x if x is None else torch.where(some, x, 0.0) for x in (scale, zero))
     if scale is None:
         weight = p[..., None, None].unbind(2)  # G of [B,H,n,C,1,1]
     else:
@@ -730,7 +735,8 @@ def scan(
         )  # fmt: skip
         summed = ()
         for j in tl.static_range(V_PLANES):
-            part = tl.dot(weight.to(numbers[j].dtype), numbers[j], y_planes[j] * fade[:, None], input_precision="ieee")
+            x = tl.where(live[:, None], numbers[j], 0.0)  # in an empty slot may be anything, and 0 * NaN is NaN
+            part = tl.dot(weight.to(x.dtype), x, y_planes[j] * fade[:, None], input_precision="ieee")
             summed = summed + (part,)
         y_planes = summed
     piece = (head * tl.num_programs(1) + tl.program_id(1)) * rows + row
@@ -952,7 +958,7 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
                         float* scores, float* y, float* lse) {
     __m512 top[G], total[G], a[G], b[G];
     std::vector<uint32_t> live(n);
-    std::vector<uint16_t> share(G * C);
+    std::vector<uint16_t> share(G * C), nothing(D);
     std::vector<float> sums(G * D);
     for (int g = 0; g < G; g++) top[g] = _mm512_set1_ps(-1e30f), total[g] = _mm512_setzero_ps();
     for (int64_t c = 0; c < n; c++) {
@@ -962,7 +968,7 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
         const __m512i high_pos = _mm512_maskz_loadu_epi32(there >> 16, slot_pos + c * C + 16);
         const __mmask16 low_live = ~_mm512_movepi32_mask(low_pos) & there;
         const __mmask16 high_live = ~_mm512_movepi32_mask(high_pos) & there >> 16;
-        live[c] = low_live | high_live;
+        live[c] = low_live | (uint32_t)high_live << 16;
         for (int g = 0; g < G; g++) a[g] = b[g] = _mm512_setzero_ps();
         const uint16_t *key = k + at[c] * D * C, *next = k + at[c + 1 < n ? c + 1 : c] * D * C;
         for (int64_t d = 0; d < (live[c] ? D : 0); d += 2) {
@@ -995,6 +1001,8 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
             _mm512_storeu_si512(share.data() + g * C, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
         const uint16_t *value = v + at[c] * C * D, *next = v + at[c + 1 < n ? c + 1 : c] * C * D;
+        const uint16_t* row[C];  // in an empty slot may be anything, and 0 * NaN is NaN
+        for (int i = 0; i < C; i++) row[i] = live[c] >> i & 1 ? value + i * D : nothing.data();
         for (int64_t e = 0; e < D; e += 32) {
             for (int g = 0; g < G; g++) {
                 a[g] = _mm512_loadu_ps(&sums[g * D + e]);
@@ -1002,7 +1010,7 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
             }
             for (int i = 0; i < C; i += 2) {
                 __m512bh low, high;
-                pairs(value + i * D + e, value + (i + 1) * D + e, (const char*)(next + e * C + i * 32), &low, &high);
+                pairs(row[i] + e, row[i + 1] + e, (const char*)(next + e * C + i * 32), &low, &high);
                 for (int g = 0; g < G; g++) {
                     a[g] = _mm512_dpbf16_ps(a[g], low, both(&share[g * C + i]));
                     b[g] = _mm512_dpbf16_ps(b[g], high, both(&share[g * C + i]));

@@ -58,6 +58,31 @@ def decode(model, ids: torch.Tensor, prompt: int, **prefill) -> torch.Tensor:
     return torch.stack(out, 1)
 
 
+def garbage(layers: list) -> int:
+    """Writes what nobody wants to see into every slot of these caches that holds no token: NaN where there is one, else
+    all bits set. Returns into how many."""
+    written = 0
+    for cache in layers:
+        b, h, slot = (cache.slot_pos < 0).nonzero(as_tuple=True)
+        if cache.layout.pool:  # those of which the head has no page are somebody else's
+            held = torch.tensor([[len(pages) for pages in row] for row in cache.layout.pages])
+            b, h, slot = (x[slot < held[b, h] * cache.layout.pool.page] for x in (b, h, slot))
+        written += len(slot)
+        for store in (cache.k_store, cache.v_store):
+            *chunk, lane = cache.layout.locate(b, h, slot)
+            for i, part in enumerate(store.stored):
+                bad = float("nan") if part.is_floating_point() else torch.iinfo(part.dtype).max
+                if store.unit == 1 or i == 0:  # slots of a unit share the rest
+                    part[(*chunk, slice(None), lane) if store.slots_last(i) else (*chunk, lane)] = bad
+        if hasattr(cache.policy, "rank"):
+            cache.policy.rank[cache.slot_pos < 0] = float("nan")
+    return written
+
+
+def caches_of(model) -> list:
+    return [layer.attention.cache for layer in model.layers]
+
+
 @pytest.fixture
 def model():
     return tiny_model()

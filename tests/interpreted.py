@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import garbage
 from kernel_cases import FORMATS, by_reference, close, filled, on_pages, oracle
 
 import cache as caches
@@ -134,6 +135,17 @@ def test_nothing_to_read():
     y, mass = cache.attend(q, pos)
     assert not y.any()
     assert not mass.any()
+
+
+@pytest.mark.parametrize("form", ["float-16", "int-4", "fp8-8", "nvfp4-4"])
+def test_garbage_in_empty_slots(form):
+    """NaN, or all bits set, where no token is: nobody looks there."""
+    cache = filled(form, 64, torch.float32, 0, "random", 1, 2)
+    cache.slot_pos[:, :, 5::7] = -1
+    q, pos = torch.randn(1, 2, 3, 64), torch.tensor([111])
+    y = cache.attend(q, pos)[0]
+    assert garbage([cache])
+    assert torch.equal(cache.attend(q, pos)[0], y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

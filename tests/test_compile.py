@@ -338,7 +338,9 @@ def test_native_attention(group, dim, slots):
     slot_pos[0, 0, ::3] = -1
     slot_pos[0, 1, 32:] = -1
     slot_pos[1, 2] = -1
-    k[table[0, 1, -1]] = v[table[0, 1, -1]] = float("nan")  # a chunk without a token is not read
+    dead = torch.nn.functional.pad(slot_pos, (0, n * C - slots), value=-1).view(B, H, n, C) < 0
+    k[table.long()] = k[table.long()].masked_fill(dead[:, :, :, None], float("nan"))  # nobody may look there
+    v[table.long()] = v[table.long()].masked_fill(dead[..., None], float("nan"))
     keys = k[table.long()].mT.flatten(2, 3)[:, :, :slots].double()
     values = v[table.long()].flatten(2, 3)[:, :, :slots].double()
     score = (q.double() @ keys.mT * dim**-0.5).masked_fill(slot_pos[:, :, None] < 0, float("-inf"))
