@@ -2291,6 +2291,26 @@ class CacheSpec:
             sum(part.nbytes for store in stores for part in store.encode(torch.zeros(CHUNK, dim))) * self.page // CHUNK
         )
 
+    def nbytes(self, args, prompt: int, new: int, dtype: torch.dtype) -> int:
+        """Bytes that the caches of one sequence are going to have: of every KV head of every layer, with S slots,
+
+            ceil(S/32) * (codes and scales of 32 slots, keys and values)
+            + S * (4 for a position, 4 for a rank, if the policy has some, 4 for a length, if it is keydiff)
+            + (4 + residual) * (2 * head_dim numbers of the model's own dtype, 4 for a slot)
+            + 32 * head_dim such numbers if the keys' format fills units (kivi)
+
+        args: the model's shape. S is the layer's part of the budget and, where the policy appends, room for what
+        follows. Where heads of a layer share a budget (adakv) it is their mean, which is what they take in pages.
+        """
+        policy, D, e = self.policy(), args.head_dim, dtype.itemsize
+        stores = [self.k.store(True, D, dtype, "cpu"), self.v.store(False, D, dtype, "cpu")]
+        chunk = sum(part.nbytes for store in stores for part in store.encode(torch.zeros(CHUNK, D)))
+        slot = 4 + 4 * isinstance(policy, Ranked) + 4 * isinstance(policy, KeyDiff)
+        exact = (SINK + self.residual) * (2 * D * e + 4) if self.residual else 0
+        exact += CHUNK * D * e if self.k.unit > 1 else 0
+        slots = [S + new if policy.appends else min(S, prompt + new) for S in self.slots(prompt, args.n_layer)]
+        return args.n_kv_head * sum(-(-S // CHUNK) * chunk + S * slot + exact for S in slots)
+
     def slots(self, prompt: int, n_layer: int) -> list[int]:
         """Slots per KV head that each layer may give to a prompt of that many tokens."""
         policy, budget = self.policy(), self.budget

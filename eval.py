@@ -36,8 +36,10 @@ import inspect
 import itertools
 import json
 import math
+import os
 import random
 import re
+import signal
 import statistics
 import string
 import subprocess
@@ -49,6 +51,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":  # until `exit_code` can tell an interrupt from an error
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
 import torch.nn.functional as F
@@ -1493,27 +1498,6 @@ def batched(items: list, n: int) -> list[list]:
 # Planning: bytes of a model that need not be there
 
 
-def cache_bytes(shape: ModelArgs, spec: caches.CacheSpec, prompt: int, new: int, dtype: torch.dtype) -> int:
-    """Bytes of the caches of one sequence: of every KV head of every layer, with S slots,
-
-        ceil(S/32) * (codes and scales of 32 slots, keys and values)
-        + S * (4 for a position, 4 for a rank, if the policy has some, 4 for a length, if it is keydiff)
-        + (4 + residual) * (2 * head_dim numbers of the model's own dtype, 4 for a slot)
-        + 32 * head_dim such numbers if the keys' format fills units (kivi)
-
-    S is the layer's part of the budget and, where the policy appends, room for what follows. Where heads of a layer
-    share a budget (adakv) it is their mean, which is what they take in pages.
-    """
-    policy, D, e = spec.policy(), shape.head_dim, dtype.itemsize
-    stores = [spec.k.store(True, D, dtype, "cpu"), spec.v.store(False, D, dtype, "cpu")]
-    chunk = sum(part.nbytes for store in stores for part in store.encode(torch.zeros(caches.CHUNK, D)))
-    slot = 4 + 4 * isinstance(policy, caches.Ranked) + 4 * isinstance(policy, caches.KeyDiff)
-    exact = (caches.SINK + spec.residual) * (2 * D * e + 4) if spec.residual else 0
-    exact += caches.CHUNK * D * e if spec.k.unit > 1 else 0
-    slots = [S + new * policy.appends for S in spec.slots(prompt, shape.n_layer)]
-    return shape.n_kv_head * sum(-(-S // caches.CHUNK) * chunk + S * slot + exact for S in slots)
-
-
 def plan(args: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
     """One dict for every cache on every number of GPUs; bytes are those of one GPU.
 
@@ -1533,7 +1517,7 @@ def plan(args: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
         with torch.device("meta"):
             model = Transformer(shape).to(dtype)
         weights = sum(p.nbytes for p in model.parameters())
-        cache = batch * cache_bytes(shape, spec, prompt, args.new_tokens, dtype)
+        cache = batch * spec.nbytes(shape, prompt, args.new_tokens, dtype)
         layer = 2 * shape.n_kv_head * shape.head_dim * dtype.itemsize  # of one token
         full = batch * args.context * layer * shape.n_layer
         waits = 2 * shape.n_layer * args.latency_us / 1e3 if gpus > 1 else 0.0

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 STARTED = time.perf_counter()
+if __name__ == "__main__":  # until `exit_code` can tell an interrupt from an error
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -30,7 +33,7 @@ from torch import Tensor  # noqa: E402
 
 import cache as caches  # noqa: E402
 import kernels  # noqa: E402
-from model import CheckpointError, Tokenizer, Transformer, TransformerBlock, load_checkpoint  # noqa: E402
+from model import PREFILL_CHUNK, CheckpointError, Tokenizer, Transformer, TransformerBlock, load_checkpoint  # noqa: E402
 
 EMPTY = "the prompt is empty; give --prompt TEXT, or --prompt-file FILE with some text in it"
 
@@ -62,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def exit_code(program: str, work: Callable[[], int]) -> int:
     """What work returns; for what a person can get wrong, one sentence on stderr and 2; 130 when interrupted."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return work()
     except (CheckpointError, caches.SpecError, UsageError) as error:
@@ -88,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     talk = Conversation(args, tokenizer)
     ids = talk.next(prompt)
     check_length(args, model, talk.seen + len(ids), args.max_new_tokens)
+    check_memory(args, model, talk.seen + len(ids), args.max_new_tokens)
     model.setup_caches(args.spec, 1, talk.seen + len(ids) + args.max_new_tokens)
     talk.restore(model)
     if note:
@@ -147,12 +153,43 @@ def check_length(args: argparse.Namespace, model: Transformer, prompt: int, new:
         )
 
 
+def check_memory(args: argparse.Namespace, model: Transformer, prompt: int, new: int) -> None:
+    """Refuses a text whose cache, or whose reading, will not fit, before any of it is allocated."""
+    shape, weight, has = model.args, model.norm.weight, kernels.free_memory(model.norm.weight.device)
+    heads = 2 * (shape.n_head + shape.n_kv_head) * shape.head_dim  # queries, keys, values and what is read, of a layer
+    once = min(prompt, PREFILL_CHUNK) * 3 * shape.hidden_dim
+    reading = (prompt * (heads + 3 * shape.dim) + once) * weight.itemsize
+
+    def need(spec: caches.CacheSpec) -> int:
+        kept = spec.nbytes(shape, prompt, new, weight.dtype) if spec.offload == "none" else 0
+        return kept + reading
+
+    if kernels.all_agree(need(args.spec) <= has):
+        return
+    advice = "shorten the prompt, or --max-new-tokens"
+    for name, budget in ((args.spec.name, args.budget), ("snapkv", 0.1)):
+        for bits in (2, 4, 8):
+            if need(caches.build(name, budget=budget, bits=bits)) <= has:
+                advice = f"try --cache {name}{'' if budget is None else f' --budget {budget}'} --bits {bits}"
+        if advice.startswith("try"):
+            break
+    raise UsageError(
+        f"--cache {args.spec.name}: {prompt + new} tokens take {size(need(args.spec))}, {size(reading)} of them only "
+        f"while the prompt is read, and {size(has)} are free; {advice}"
+    )
+
+
+def size(n: float) -> str:
+    return f"{n / 1e9:,.2f} GB" if n >= 1e8 else f"{n / 1e6:,.2f} MB"
+
+
 def chat(args: argparse.Namespace) -> int:
     """A conversation. Every turn goes on from the cache that the turns before have left: nothing is read twice."""
     model, tokenizer = load(args)
     if not tokenizer.has_chat_template:
         raise UsageError("--interactive needs a checkpoint with a chat template; this one has none, use --prompt --raw")
     limit = caches.LONGEST if args.spec.endless else model.args.max_seq_len
+    check_memory(args, model, min(limit, model.args.max_seq_len), 0)
     model.setup_caches(args.spec, 1, limit)
     talk, report = Conversation(args, tokenizer), Report(args, model, tokenizer)
     talk.restore(model)
@@ -696,7 +733,7 @@ class Engine:
         pages = max_batch * longest if pages is None else pages
         size, free = (
             self.spec.page_bytes(args.head_dim, weight.dtype) + 200,
-            free_memory(weight.device),
+            kernels.free_memory(weight.device),
         )  # and the host's
         if not kernels.all_agree(pages * size <= free) and self.spec.offload == "none":
             raise UsageError(
@@ -1071,18 +1108,6 @@ class Engine:
                 if r is None:
                     cache.layout.idle(b, self.nothing)
         self.decode = DecodeStep(self.model)
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that could be allocated; of a system that does not say, any number."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # the processes of torchrun on this machine share it
-        return next(int(line.split()[1]) * 1024 / ranks for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return float("inf")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,21 @@ PROGRAMS = 512  # that the attention of one step is split into: about four for e
 
 # Triton's interpreter runs kernels on a CPU, for tests: slowly, and wrongly in bf16.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that could be allocated; of a system that does not say, any number."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        with contextlib.suppress(OSError, ValueError):  # a container has less than its machine; ValueError: "max"
+            limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
+            free = min(free, limit - used)
+        return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # the processes of torchrun share it
+    except (OSError, StopIteration, ValueError, IndexError):
+        return float("inf")
 
 
 def has_kernel(x: Tensor) -> bool:

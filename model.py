@@ -587,7 +587,13 @@ def load_checkpoint(
     args, tensors, tokenizer = _open_directory(path) if path.is_dir() else _open_gguf(path)
     with torch.device("meta"):
         whole, model = Transformer(args), Transformer(args.shared(kernels.RANKS))
-    weights = _read_weights(path, whole, tensors, device, dtype or default_dtype(device))
+    dtype = dtype or default_dtype(device)
+    need, has = sum(p.numel() for p in model.parameters()) * dtype.itemsize, kernels.free_memory(torch.device(device))
+    fits = f"its weights take {need / 1e9:,.2f} GB in {str(dtype)[6:]}, and {has / 1e9:,.2f} GB are free"
+    _need(
+        need <= has, f"--checkpoint {name}: {fits}; give a smaller model, or share it between processes with torchrun"
+    )
+    weights = _read_weights(path, whole, tensors, device, dtype)
     model.load_state_dict(weights, assign=True, strict=True)
     model.finish_loading(device)
     return model.eval().requires_grad_(False), tokenizer

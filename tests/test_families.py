@@ -10,7 +10,7 @@ from test_checkpoint import assert_holds, weights, write_gguf
 
 import model as m
 from cache import POLICIES, build, memory
-from eval import DEFAULTS, SHAPES, cache_bytes, hf_weights, main
+from eval import DEFAULTS, SHAPES, hf_weights, main
 from model import ModelArgs, load_checkpoint
 
 PARAMETERS = {  # as their model cards count them
@@ -112,7 +112,7 @@ def test_planned_bytes_are_measured_bytes(name, page):
         for layer in layers:
             layer.fit([prompt], [0], new, prompt + new)
             layer.prefill(q.bfloat16(), k.bfloat16(), k.bfloat16(), pos)
-        planned = cache_bytes(args, spec, prompt, new, torch.bfloat16)
+        planned = spec.nbytes(args, prompt, new, torch.bfloat16)
         assert planned == pytest.approx(memory(layers), rel=0.01 if not page else 0.04), (bits, form)
 
 
