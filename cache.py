@@ -27,6 +27,7 @@ Every buffer is mutated in place and keeps its address while a sequence decodes;
 
 import contextlib
 import copy
+import difflib
 import functools
 import hashlib
 import inspect
@@ -2414,7 +2415,8 @@ def build(
     name, _, rest = cache.partition(":")
     if name not in POLICIES:
         raise SpecError(
-            f"--cache {name}: no such policy; choose from {', '.join(POLICIES)} (--cache help explains them)"
+            f"--cache {name}: no such policy{near(name, POLICIES)}; choose from {', '.join(POLICIES)} (--cache help "
+            "explains them)"
         )
     arguments = parse_arguments("--cache", name, POLICIES[name], rest)
     forms = [form(*given) for given in zip(apart("--format", format), apart("--bits", bits), (0, 1), strict=True)]
@@ -2481,7 +2483,8 @@ def form(text: str, bits: int | str | None, which: int) -> Form:
     name, _, rest = str(text).partition(":")
     if name not in ("auto", *FORMATS):
         raise SpecError(
-            f"--format {name}: no such format; choose from auto, {', '.join(FORMATS)} (--format help explains them)"
+            f"--format {name}: no such format{near(name, FORMATS)}; choose from auto, {', '.join(FORMATS)} (--format "
+            "help explains them)"
         )
     if bits is None:
         widths = (16,) if name == "auto" else FORMATS[name].widths
@@ -2503,6 +2506,12 @@ def form(text: str, bits: int | str | None, which: int) -> Form:
     except SpecError as error:
         raise SpecError(f"--format {text}: {error}") from None
     return made
+
+
+def near(name: str, known) -> str:
+    """Which of the known names was probably meant, to be added to what is said of that one; nothing if none was."""
+    found = difflib.get_close_matches(name.lower(), known, 1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def either(items) -> str:
@@ -2612,7 +2621,8 @@ def parse_arguments(flag: str, name: str, part: type, text: str) -> dict[str, in
         if key in arguments:
             raise SpecError(f"{flag} {name}:{text}: {key} is given twice")
         if key not in known:
-            raise SpecError(f"{flag} {name}:{item}: unknown key; {name} takes {', '.join(known) or 'none'}")
+            takes = ", ".join(known) or "none"
+            raise SpecError(f"{flag} {name}:{item}: unknown key{near(key, known)}; {name} takes {takes}")
         try:
             convert = {"true": True, "false": False}.__getitem__ if isinstance(known[key], bool) else type(known[key])
             arguments[key] = convert(value)

@@ -1665,10 +1665,9 @@ def read_shape(name: str) -> ModelArgs:
         return ModelArgs.from_hf(DEFAULTS | SHAPES[name])
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
-    near = difflib.get_close_matches(name, SHAPES, 1)
     if not path.is_file():
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"--model {name}: give {caches.either(SHAPES)}, or the path of a config.json{hint}")
+        known = f"{caches.either(SHAPES)}, or the path of a config.json"
+        raise UsageError(f"--model {name}: no such model{caches.near(name, SHAPES)}; give {known}")
     try:
         return ModelArgs.from_hf(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, AttributeError, RecursionError) as error:

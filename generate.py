@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -50,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         args = parse(argv)
         kernels.join_ranks(args.device)
-        return chat(args) if args.interactive else serve(args) if args.batch else run(args)
+        with open(os.devnull, "w") as nobody, contextlib.redirect_stderr(nobody if args.quiet else sys.stderr):
+            return chat(args) if args.interactive else serve(args) if args.batch else run(args)
 
     silent = os.environ.get("RANK", "0") != "0"  # of several processes that share a model, the first speaks
     with contextlib.ExitStack() as stack:
@@ -1698,98 +1700,120 @@ def demonstration() -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    p = Parser(prog="generate.py", description="Generate text with a compressed KV cache.")
-    p.add_argument("--checkpoint", default="smollm2", help="smollm2, a Hub id, a directory or a .gguf file")
-    p.add_argument("--prompt", action="append", help="without it: a built-in demonstration; several are batched")
-    p.add_argument(
+    p = Parser(
+        prog="generate.py",
+        usage="python generate.py [--prompt TEXT] [--cache NAME] [--budget N] [--bits N] [..]",
+        description="Text from a model whose KV cache is small: what it keeps (--cache, --budget), how that is written "
+        "down (--bits, --format), and where it lives (--page-size, --offload). The text goes to stdout, all else to "
+        "stderr. Exit code 0; 2 if a flag or a file is wrong; 130 when interrupted.",
+        epilog="Without any flag: a question about 2,800 tokens of Python's manual, with the full cache. Several "
+        "processes share a model: torchrun --nproc-per-node 3 generate.py ..",
+    )
+    g = p.add_argument_group("what is asked")
+    g.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated: then answers are JSON lines")
+    g.add_argument(
         "--prompt-file",
         metavar="FILE",
         help='a UTF-8 text, or a JSON object a line, {"prompt": .., "max_new_tokens": ..}, for several; - is stdin',
     )
-    p.add_argument("--system", metavar="TEXT", help="system message, where the checkpoint has a chat template")
-    p.add_argument("--chat", action=argparse.BooleanOptionalAction, help="wrap the prompt in the chat template")
-    p.add_argument("--raw", dest="chat", action="store_false", help="the prompt as it is (same as --no-chat)")
-    p.add_argument("--interactive", action="store_true", help="a conversation that keeps its cache between turns")
-    p.add_argument(
+    g.add_argument("--interactive", action="store_true", help="a conversation that keeps its cache between turns")
+    g.add_argument("--system", metavar="TEXT", help="system message, where the checkpoint has a chat template")
+    g.add_argument("--chat", action=argparse.BooleanOptionalAction, help="wrap the prompt in the chat template")
+    g.add_argument("--raw", dest="chat", action="store_false", help="the prompt as it is (same as --no-chat)")
+    g = p.add_argument_group("the answer")
+    g.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="of an answer; 0 only reads (200)")
+    g.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
+    g.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
+    g.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest tokens that have X of the mass")
+    g.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
+    g.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    g = p.add_argument_group("the cache")
+    g.add_argument(
         "--cache", default="full", metavar="NAME[:k=v,..]", help=", ".join(caches.POLICIES) + "; help explains them"
     )
-    p.add_argument("--budget", type=number, help="slots per KV head, or fraction of the prompt: 0.2 (default), 1.0")
-    p.add_argument("--bits", help="16 (default), 8, 4 or 2 per element of the cache; keys and values apart: k=4,v=2")
-    p.add_argument(
+    g.add_argument(
+        "--budget", type=number, metavar="N", help="slots per KV head, or fraction of the prompt: 0.2 (default), 1.0"
+    )
+    g.add_argument(
+        "--bits", metavar="N", help="16 (default), 8, 4 or 2 per element of the cache; keys and values apart: k=4,v=2"
+    )
+    g.add_argument(
         "--format",
         default="auto",
         metavar="NAME[:k=v,..]",
         help="auto, " + ", ".join(caches.FORMATS) + "; help explains",
     )
-    p.add_argument("--residual", type=int, help="newest tokens kept exactly (default 128 below 16 bits)")
-    p.add_argument(
-        "--offload",
-        default="none",
-        metavar="none|cpu|disk[:DIR]",
-        help="where the cache's codes live: with the model (none), for a GPU in the host's memory, or in files of DIR "
-        "(/var/tmp)",
-    )
-    p.add_argument(
+    g.add_argument("--residual", type=int, metavar="N", help="newest tokens kept exactly (default 128 below 16 bits)")
+    g.add_argument(
         "--select",
         type=number,
         metavar="N",
         help="a step reads so many tokens, 96 or more, or a fraction below 1, of all that are held: those whose keys "
         "promise most (all)",
     )
-    p.add_argument(
+    g.add_argument(
+        "--offload",
+        default="none",
+        metavar="none|cpu|disk[:DIR]",
+        help="where the cache's codes live: with the model (none), for a GPU in the host's memory, or in files of DIR "
+        "(/var/tmp)",
+    )
+    g.add_argument(
         "--page-size",
         type=int,
         default=0,
         metavar="N",
         help="slots of a page; 0 (default): none, of several prompts 64",
     )
-    p.add_argument("--max-batch", type=int, default=8, metavar="N", help="lanes: sequences of one step (8)")
-    p.add_argument(
+    g = p.add_argument_group("several prompts")
+    g.add_argument("--max-batch", type=int, default=8, metavar="N", help="lanes: sequences of one step (8)")
+    g.add_argument(
         "--num-samples", type=int, default=1, metavar="N", help="answers to each prompt, with seeds from --seed"
     )
-    p.add_argument(
+    g.add_argument(
         "--pages",
         type=int,
         metavar="N",
         help="of the whole pool; one has the slots of one head of one layer (default: enough for all lanes)",
     )
-    p.add_argument(
+    g.add_argument(
         "--prefill-layers", type=int, default=4, metavar="N", help="layers of a new prompt between two steps (4)"
     )
-    p.add_argument(
+    g.add_argument(
         "--prefix",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="prompts that begin alike share pages, where the cache keeps everything (yes)",
     )
-    p.add_argument(
+    g = p.add_argument_group("what outlives the process")
+    g.add_argument("--save-cache", type=Path, metavar="FILE", help="at the end, what was read and answered, as a cache")
+    g.add_argument("--load-cache", type=Path, metavar="FILE", help="go on from there: each prompt follows it")
+    g.add_argument(
         "--prefix-store",
         type=Path,
         metavar="DIR",
         help="keep whole pages of prompts there, of 64 tokens, and find them in later runs, where --prefix could",
     )
-    p.add_argument(
+    g.add_argument(
         "--prefix-store-gb",
         type=float,
         metavar="N",
         help=f"forget the least recently used beyond that ({PrefixStore.GIGABYTES:g})",
     )
-    p.add_argument("--save-cache", type=Path, metavar="FILE", help="at the end, what was read and answered, as a cache")
-    p.add_argument("--load-cache", type=Path, metavar="FILE", help="go on from there: each prompt follows it")
-    p.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="of an answer; 0 only reads (200)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    p.add_argument("--top-k", type=int)
-    p.add_argument("--top-p", type=float)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    p.add_argument(
+    g = p.add_argument_group("the model")
+    g.add_argument(
+        "--checkpoint", default="smollm2", metavar="NAME", help="smollm2, a Hub id, a directory or a .gguf file"
+    )
+    g.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    g.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    g.add_argument(
         "--weights", choices=["int8"], help="of 8 bits, with a scale for each output channel; else as --dtype"
     )
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
-    p.add_argument("--stats", action="store_true", help="report how healthy the cache is, in --json layer by layer")
+    g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the decode step (yes)")
+    g = p.add_argument_group("the report")
+    g.add_argument("--json", type=Path, metavar="FILE", help="write it there, too, with more in it")
+    g.add_argument("--stats", action="store_true", help="report how healthy the cache is, in --json layer by layer")
+    g.add_argument("--quiet", action="store_true", help="the text alone: no report, no progress; errors are still told")
     args = p.parse_args(argv)
     if args.cache == "help":
         print(caches.describe())
@@ -1829,7 +1853,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UsageError(message)
+        """Also says which flag, or which of some choices, was probably meant."""
+        if found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
+            hint = caches.near(found[1], self._option_string_actions)
+        elif found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            hint = caches.near(found[1], re.findall(r"[\w-]+", found[2]))
+        else:
+            hint = ""
+        raise UsageError(message + hint)
 
 
 def number(text: str) -> int | float:

@@ -140,7 +140,7 @@ def test_plan(capsys, tmp_path):
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 * 2
     for wrong, said in {
         ("--gpus", "3"): "torchrun --nproc-per-node 3: 8 KV heads",
-        ("--model", "llama-3-80b"): "did you mean llama-3-70b?",
+        ("--model", "llama-3-80b"): "(did you mean llama-3-70b?)",
         ("--context", "200000"): "131072 positions of llama-3-70b",
         ("--gb-s", "0"): "--gb-s 0: give a number above 0",
         ("--threads", "2"): "--threads: not for plan",
