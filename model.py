@@ -649,7 +649,9 @@ def _json(path, missing_ok=False):
 
 
 def _open_directory(path):
-    found = (path / "config.json").is_file()
+    found, meta = (path / "config.json").is_file(), [*path.glob("consolidated.*.pth")]
+    theirs = f"{meta[0].name if meta else ''} is Meta's own format, a pickle, which can run code and is never loaded"
+    _need(found or not meta, f"--checkpoint {path}: {theirs}; give the Hugging Face version of the model")
     _need(found, f"--checkpoint {path}: there is no config.json in it; give a Hugging Face directory")
     config, generation = _json(path / "config.json"), _json(path / "generation_config.json", missing_ok=True)
     with _reading(path / "config.json"):

@@ -348,6 +348,12 @@ def test_pickles_are_never_loaded(checkpoint):
     refusal("pickle", call=lambda: load(path / "pytorch_model.bin"))
 
 
+def test_metas_own_format_is_refused_by_name(tmp_path):
+    (tmp_path / "params.json").write_text('{"dim": 4096}')
+    (tmp_path / "consolidated.00.pth").write_bytes(b"\x80\x04cos\nsystem\n")
+    refusal("consolidated.00.pth", "Meta's own format", "never loaded", call=lambda: load(tmp_path))
+
+
 def test_a_tied_checkpoint_may_carry_its_head_and_rotary_tables(checkpoint):
     path, tensors = checkpoint(tie_word_embeddings=True)
     extra = {"lm_head.weight": torch.zeros(300, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
