@@ -952,9 +952,10 @@ class KeyDiff(Ranked):
         return slot
 
     def direction(self, cache, slot):
-        """Of the key that is stored in slot [B,H,1]: [B,H,D]."""
+        """Of the key that is stored in slot [B,H,1]: [B,H,D], 0 if there is none."""
         b, h = rows(slot)
-        return (cache.k_store.at((b, h, slot)) * self.scale[b, h, slot][..., None])[:, :, 0]
+        key, scale = cache.k_store.at((b, h, slot)), self.scale[b, h, slot][..., None]
+        return torch.where(scale > 0, key * scale, 0.0)[:, :, 0]
 
     def measure(self, cache, slot=None):
         S, live = self.scale.shape[2], cache.slot_pos >= 0
@@ -2307,7 +2308,8 @@ class CacheSpec:
         stores = [self.k.store(True, D, dtype, "cpu"), self.v.store(False, D, dtype, "cpu")]
         chunk = sum(part.nbytes for store in stores for part in store.encode(torch.zeros(CHUNK, D)))
         slot = 4 + 4 * isinstance(policy, Ranked) + 4 * isinstance(policy, KeyDiff)
-        exact = (SINK + self.residual) * (2 * D * e + 4) if self.residual else 0
+        ring = min(self.residual, prompt + new)
+        exact = (SINK + ring) * (2 * D * e + 4) if ring else 0
         exact += CHUNK * D * e if self.k.unit > 1 else 0
         slots = [S + new if policy.appends else min(S, prompt + new) for S in self.slots(prompt, args.n_layer)]
         return args.n_kv_head * sum(-(-S // CHUNK) * chunk + S * slot + exact for S in slots)
@@ -2441,7 +2443,7 @@ def build(
     if residual is not None and (not isinstance(residual, int) or residual < 0):
         raise SpecError(f"--residual {residual}: give a number of tokens, 0 or more")
     if not isinstance(page_size, int) or not 0 <= page_size < 2**20:
-        raise SpecError(f"--page-size {page_size}: give the slots of a page, 1 or more, or 0 for no pages")
+        raise SpecError(f"--page-size {page_size}: give the slots of a page, 1 to {2**20 - 1}, or 0 for no pages")
     if page_size % unit:
         raise SpecError(
             f"--page-size {page_size}: {unit} tokens of --format {forms[0].name} share the scales of their keys; give "

@@ -1512,8 +1512,9 @@ def plan(args: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
             f"--context {args.context} with --new-tokens {args.new_tokens}: give more than those, and at most the "
             f"{whole.max_seq_len} positions of {args.model}"
         )
-    for arm, batch, gpus in itertools.product(args.arms, args.batch, args.gpus):
-        shape, spec = whole.shared(gpus), arm.relative()
+    usual = [n for n in (1, 2, 4, 8) if not (whole.n_kv_head % n or whole.hidden_dim % n)]
+    for arm, batch, gpus in itertools.product(args.arms, args.batch, args.gpus or usual):
+        shape, spec = whole.shared(gpus, "--gpus"), arm.relative()
         with torch.device("meta"):
             model = Transformer(shape).to(dtype)
         weights = sum(p.nbytes for p in model.parameters())
@@ -1756,7 +1757,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the model")
     p.add_argument(
-        "--weights", choices=["int8"], help="of 8 bits, with a scale for each output channel; else as --dtype"
+        "--weights", choices=["int8"], help="of 8 bits, with a scale for 64 of an output channel; else as --dtype"
     )
     p.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     g = p.add_argument_group("ppl, fidelity, needle, ruler, longbench, table")
@@ -1814,7 +1815,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--batch", type=listed(int), default=[1], help="sequences at a time, by commas (1)")
     g = p.add_argument_group("plan")
     g.add_argument("--model", default="llama-3-70b", help=f"{caches.either(SHAPES)}, or a config.json (llama-3-70b)")
-    g.add_argument("--gpus", type=listed(int), default=[1, 2, 4, 8], help="that share it, by commas (1,2,4,8)")
+    g.add_argument("--gpus", type=listed(int), default=[], help="that share it, by commas (1,2,4,8, if heads divide)")
     g.add_argument("--new-tokens", type=int, default=256, help="of --context, that are written (256)")
     g.add_argument("--memory-gb", type=float, default=141.0, help="of a GPU (141, an H200's)")
     g.add_argument("--gb-s", type=float, default=4800.0, help="its memory's bandwidth (4800, an H200's)")
@@ -1860,7 +1861,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         for flag in [flag for flag, usual in no.items() if getattr(args, flag[2:]) != usual]:
             raise UsageError(f"{flag}: not for plan, which loads nothing and counts what a step reads of a cache: all")
     for name in ("prompt_tokens", "length", "batch", "gpus"):
-        if getattr(args, name) != [None] and (least := min(getattr(args, name))) < 1:
+        if getattr(args, name) not in ([], [None]) and (least := min(getattr(args, name))) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {least}: give 1 or more")
     if args.task == "longbench" and len(args.length) > 1:
         raise UsageError(f"--length {','.join(map(str, args.length))}: give one, the most tokens of a prompt")

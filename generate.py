@@ -82,7 +82,7 @@ def exit_code(program: str, work: Callable[[], int]) -> int:
         return 130
     except BrokenPipeError:  # whoever read our output has gone, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0 if kernels.RANKS == 1 else 128 + signal.SIGPIPE  # the others have to hear that it ends here
     except OSError as error:
         print(f"{program}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         return 2
@@ -171,7 +171,7 @@ def check_memory(args: argparse.Namespace, model: Transformer, prompt: int, new:
     advice = "shorten the prompt, or --max-new-tokens"
     for name, budget in ((args.spec.name, args.budget), ("snapkv", 0.1)):
         for bits in (2, 4, 8):
-            if need(caches.build(name, budget=budget, bits=bits)) <= has:
+            if need(caches.build(name, budget=budget, bits=bits, residual=args.residual)) <= has:
                 advice = f"try --cache {name}{'' if budget is None else f' --budget {budget}'} --bits {bits}"
         if advice.startswith("try"):
             break
@@ -732,15 +732,16 @@ class Engine:
             raise UsageError(f"max_seq_len {max_seq_len}: this model has {args.max_seq_len} positions")
         self.policy, self.device = self.spec.policy(), weight.device
         longest = max(self.need(self.max_seq_len, 0), self.need(1, self.max_seq_len - 1))
+        what = f"--pages {pages}:" if pages else f"{max_batch} lanes of {self.max_seq_len} tokens:"
         pages = max_batch * longest if pages is None else pages
-        size, free = (
-            self.spec.page_bytes(args.head_dim, weight.dtype) + 200,
-            kernels.free_memory(weight.device),
-        )  # and the host's
-        if not kernels.all_agree(pages * size <= free) and self.spec.offload == "none":
+        page_bytes = self.spec.page_bytes(args.head_dim, weight.dtype) + 200  # and the host's
+        free = kernels.free_memory(weight.device)
+        if not kernels.all_agree(pages * page_bytes <= free) and self.spec.offload == "none":
+            fit = int(free / page_bytes)
+            fewer = f"give --pages {fit} or fewer" if fit >= longest else "shorten the longest prompt"
             raise UsageError(
-                f"--pages {pages}: they take {pages * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; give at "
-                f"most {int(free / size):,}, or fewer --max-batch, --max-new-tokens or --bits"
+                f"{what} pages take {size(pages * page_bytes)}, and {size(free)} are free; {fewer}, or give fewer "
+                "--max-new-tokens or --bits"
             )
         self.pool = caches.Pool(self.spec.page, 1 + pages, weight.device, self.spec.memory(weight.device))
 
@@ -1538,13 +1539,13 @@ class Status:
 
 def write_json(path: Path, data: dict) -> None:
     """All or nothing: a file that is there is complete. A pipe or a device is written to, not replaced."""
-    path = path.resolve()
     text = json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    with all_or_nothing(path) as part:
-        part.write_text(text, encoding="utf-8")
+    replaced = path.is_file() or not path.exists()
+    try:
+        with all_or_nothing(path.resolve()) if replaced else contextlib.nullcontext(path) as part:
+            part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}; give a file that can be written to") from None
 
 
 @contextlib.contextmanager
@@ -1626,7 +1627,7 @@ def read_line() -> str:
 def read_prompt(args: argparse.Namespace) -> tuple[str, str]:
     """The prompt, and a line that says what it is when nobody gave one."""
     if args.prompt is None and args.text is None:
-        return demonstration(), "[no --prompt: a demonstration, a question about 3,000 tokens of Python's own manual]\n"
+        return demonstration(), "[no --prompt: a demonstration, a question about 2,800 tokens of Python's own manual]\n"
     text = args.prompt[0] if args.prompt else args.text
     if not text:
         raise UsageError(EMPTY)
@@ -1691,7 +1692,7 @@ def json_lines(args: argparse.Namespace) -> list[dict]:
 
 
 def demonstration() -> str:
-    """A document of about 3,000 tokens that every Python has, and a question about it."""
+    """A document of about 2,800 tokens that every Python has, and a question about it."""
     from pydoc_data.topics import topics
 
     names = ("assert", "break", "continue", "del", "global", "pass", "return", "with", "for")
@@ -1807,7 +1808,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     g.add_argument("--device", default="auto", help="auto, cpu or cuda")
     g.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     g.add_argument(
-        "--weights", choices=["int8"], help="of 8 bits, with a scale for each output channel; else as --dtype"
+        "--weights", choices=["int8"], help="of 8 bits, with a scale for 64 of an output channel; else as --dtype"
     )
     g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="the decode step (yes)")
     g = p.add_argument_group("the report")
@@ -1854,7 +1855,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         """Also says which flag, or which of some choices, was probably meant."""
-        if found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
+        if found := re.match(r"argument (-\S+): invalid (int|float|number) value: '(.*)'", message):
+            kind = "whole number" if found[2] == "int" else "number"
+            message, hint = f"{found[1]} {found[3]}: give a {kind}", ""
+        elif found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
             hint = caches.near(found[1], self._option_string_actions)
         elif found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             hint = caches.near(found[1], re.findall(r"[\w-]+", found[2]))

@@ -92,7 +92,7 @@ def written(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """x [..,I], weight [O,I], bias [O] -> [..,O]. With a scale [O], weight is int8 and means weight * scale.
+    """x [..,I], weight [O,I], bias [O] -> [..,O]. With a scale [O,I/g], weight is int8, and g of a row share a scale.
 
     One row against a matrix is a read of the matrix and nothing else. oneDNN gets under half of the memory bandwidth
     there; the same product written as multiply + sum, which Inductor vectorises, about all of it. x is written out in
@@ -103,14 +103,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
     if torch.compiler.is_compiling() and scale is None and 1 < rows <= 16 and NATIVE and x.dtype == torch.bfloat16:
         y = torch.ops.kv_fast.few_rows(x.flatten(0, -2).contiguous(), weight).unflatten(0, x.shape[:-1])
     elif rows != 1 or x.is_cuda or not torch.compiler.is_compiling():
-        if scale is None:
-            return F.linear(x, weight, bias)
-        y = F.linear(x, weight.to(x.dtype) / 128) * (scale * 128)  # exact, and no sum is beyond fp16
+        return F.linear(x, weight if scale is None else scaled(weight, scale).to(x.dtype), bias)
     else:
         row = written(x.float()).unsqueeze(-2)
-        y = torch.cat([(row * part.float()).sum(-1) for part in weight.chunk(2)], -1)
-        y = y if scale is None else y * scale
+        if scale is None:
+            y = torch.cat([(row * part.float()).sum(-1) for part in weight.chunk(2)], -1)
+        else:
+            groups = row.unflatten(-1, (scale.shape[1], -1))
+            parts = zip(weight.unflatten(1, (scale.shape[1], -1)).chunk(2), scale[..., None].chunk(2), strict=True)
+            y = torch.cat([(groups * (part.float() * each)).sum((-1, -2)) for part, each in parts], -1)
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """What int8 weights [O,I] with scales [O,I/g] mean, float32."""
+    return (weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -1196,7 +1203,8 @@ def leave_ranks(code: int) -> None:
     if RANKS == 1:
         return
     if code == 0:
-        dist.barrier()
+        with contextlib.suppress(RuntimeError):  # one that has ended with an error has said so
+            dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # gloo's threads outlive the group, and abort when they find the interpreter gone

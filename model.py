@@ -282,12 +282,17 @@ class Linear(nn.Linear):
 
 
 class Int8Linear(nn.Module):
-    """The same with weights of 8 bits: of each output channel the largest is 127, and zero is zero."""
+    """The same with weights of 8 bits: of every GROUP weights of an output channel the largest is 127, and zero is
+    zero. With one scale for all of a channel what comes next changes twice as much."""
+
+    GROUP = 64  # inputs; where those are no multiple of it, as many as divide them
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
-        scale = weight.float().abs().amax(1).clamp(min=1e-30) / 127
-        self.weight = nn.Parameter((weight.float() / scale[:, None]).round().to(torch.int8), requires_grad=False)
+        groups = weight.float().unflatten(1, (-1, math.gcd(weight.shape[1], self.GROUP)))
+        scale = groups.abs().amax(2).clamp(min=1e-30) / 127
+        codes = (groups / scale[..., None]).round().to(torch.int8)
+        self.weight = nn.Parameter(codes.flatten(1), requires_grad=False)
         self.scale, self.bias = nn.Parameter(scale, requires_grad=False), bias
 
     def _apply(self, fn, recurse=True):
@@ -465,13 +470,14 @@ class ModelArgs:
             eos_ids=tuple(eos),
         )
 
-    def shared(self, ranks: int) -> "ModelArgs":
-        """What each of so many processes has of the model. Raises CheckpointError where heads do not divide."""
+    def shared(self, ranks: int, flag: str = "torchrun --nproc-per-node") -> "ModelArgs":
+        """What each of so many processes has of the model. Raises CheckpointError where heads do not divide; flag: what
+        said how many."""
         sizes = (self.n_head, self.n_kv_head, self.hidden_dim)
         fits = [n for n in range(1, self.n_kv_head + 1) if not any(size % n for size in sizes)]
         _need(
             ranks in fits,
-            f"torchrun --nproc-per-node {ranks}: {self.n_kv_head} KV heads and {self.hidden_dim} hidden units cannot "
+            f"{flag} {ranks}: {self.n_kv_head} KV heads and {self.hidden_dim} hidden units cannot "
             f"be shared by so many processes; give {' or '.join(map(str, fits))}",
         )
         n_head, n_kv_head, hidden_dim = (size // ranks for size in sizes)

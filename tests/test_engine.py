@@ -169,7 +169,9 @@ def test_endless_text_has_as_many_pages_as_its_window(model):
 
 
 def test_more_pages_than_memory_are_refused(model):
-    with pytest.raises(UsageError, match=r"--pages 1000000000000: they take .* GB, and .* are free; give at most"):
+    with pytest.raises(
+        UsageError, match=r"--pages 1000000000000: pages take .* GB, and .* GB are free; give --pages \d+ or fewer"
+    ):
         Engine(model, build(), pages=10**12)
 
 

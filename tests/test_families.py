@@ -138,8 +138,10 @@ def test_plan(capsys, tmp_path):
     config.write_text(json.dumps(DEFAULTS | SHAPES["smollm2-135m"]))
     assert main(["plan", "--model", str(config), "--gpus", "1,3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 * 2
+    assert main(["plan", "--model", "qwen2.5-0.5b"]) == 0  # of 1, 2, 4, 8 those that divide its 2 KV heads
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 3 * 2
     for wrong, said in {
-        ("--gpus", "3"): "torchrun --nproc-per-node 3: 8 KV heads",
+        ("--gpus", "3"): "--gpus 3: 8 KV heads",
         ("--model", "llama-3-80b"): "(did you mean llama-3-70b?)",
         ("--context", "200000"): "131072 positions of llama-3-70b",
         ("--gb-s", "0"): "--gb-s 0: give a number above 0",

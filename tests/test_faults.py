@@ -128,6 +128,9 @@ def test_what_will_not_fit_is_refused_before_it_is_allocated(checkpoint, monkeyp
     assert "try --cache h2o --budget 500 --bits" in said(reading + cache // 2, "--cache", "h2o", "--budget", "500")
     assert "shorten the prompt" in said(reading // 2)
     assert not said(cache + reading)
+    assert not said(2 * cache + reading, "--bits", "4", "--residual", "20000000")  # as many as there are tokens
+    assert "2 lanes of 900 tokens: pages take" in said(cache // 2, "--prompt", "x")
+    assert "shorten the longest prompt" in said(cache // 2, "--prompt", "x")
     assert not said(reading, "--offload", "disk")
 
 

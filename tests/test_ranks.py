@@ -120,6 +120,26 @@ def test_a_process_that_dies_ends_the_others(who, checkpoint):
             p.kill()
 
 
+@pytest.mark.parametrize("end", ["pipe", "json"])
+def test_the_first_process_ends_alone(end, checkpoint):
+    """Whoever read its output has gone, or its report cannot be written: none waits for it, none has a traceback."""
+    flags = ["--no-compile", "--checkpoint", checkpoint, "--prompt", "a"]
+    flags += ["--max-new-tokens", "900"] if end == "pipe" else ["--max-new-tokens", "3", "--json", "/dev/full"]
+    started = start(3, [*GENERATE_ARGS, *flags])
+    try:
+        if end == "pipe":
+            assert started[0].stdout.read(1)
+            started[0].stdout.close()
+            started[0].stdout = None
+        errors = [p.communicate(timeout=60)[1] for p in started]
+        assert not any("Traceback" in error for error in errors)
+        assert started[0].returncode == (128 + signal.SIGPIPE if end == "pipe" else 2)
+        assert "--json /dev/full: No space left" in errors[0] or end == "pipe"
+    finally:
+        for p in started:
+            p.kill()
+
+
 def test_shares_of_every_matrix_add_up(monkeypatch):
     """Together all processes have every weight once; a bias of a sum is added by the first alone."""
     whole = m.Transformer(tiny_args(qkv_bias=True, o_bias=True))
