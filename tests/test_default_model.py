@@ -195,15 +195,17 @@ def test_perplexity_is_that_of_transformers(capsys, tmp_path):
     assert row["ppl"] == pytest.approx(math.exp(sum(nll) / 2), abs=1e-3)
 
 
-def test_int8_weights_change_little(capsys):
-    """KL divergence of what comes next, of 2,000 tokens, from that of the same model's bf16 weights."""
-    model, small = (m.load_checkpoint("smollm2", dtype=torch.bfloat16)[0] for _ in range(2))
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 0.002), (torch.bfloat16, 0.005)])
+def test_int8_weights_change_little(dtype, most, capsys):
+    """KL divergence of what comes next, of 1,500 tokens, from that of the same model's own weights; 0.001 of it is
+    bf16's own noise, where that is computed with."""
+    model, small = (m.load_checkpoint("smollm2", dtype=dtype)[0] for _ in range(2))
     small.to_int8()
-    assert 0.5 < small.step_bytes() / model.step_bytes() < 0.51
-    ids = text(2000)
+    assert small.step_bytes() / model.step_bytes() < (0.54 if dtype == torch.bfloat16 else 0.27)
+    ids = text(1500)
     with torch.no_grad():
-        p, q = (x(ids, torch.arange(2000)[None]).float().log_softmax(-1) for x in (model, small))
+        p, q = (x(ids, torch.arange(1500)[None]).float().log_softmax(-1) for x in (model, small))
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     with capsys.disabled():
         print(f" KL {kl:.5f}", end="")
-    assert 0 < kl <= 0.008  # of it 0.001 is bf16's own
+    assert 0 < kl <= most
