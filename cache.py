@@ -171,11 +171,18 @@ class KVCache(nn.Module):
         """One query a head over all slots: q [B,H,G,D], pos [B] -> y [B,H,G,D] float32, mass [B,H,S] or None."""
         plain, chunks, slot_pos = q, None, self.slot_pos
         q = kernels.written(q.float() * q.shape[-1] ** -0.5)
-        if self.selection is not None and self.selection.chosen.shape[2]:
-            chunks = self.selection(q, slot_pos)
-            n = self.layout.number_of(self.k_store.stored[0])
-            slot_pos = kernels.written(pick(slot_pos.view(*slot_pos.shape[:2], n, CHUNK), chunks)).flatten(2)
         stores = self.k_store.written(), self.v_store.written()
+        if self.selection is not None and self.selection.chosen.shape[2]:
+            n = self.layout.number_of(self.k_store.stored[0])
+            if isinstance(self.selection, Channels) and kernels.has_native(plain, *stores):
+                table, m = self.layout.places(None, n), self.selection.chosen.shape[2]
+                chunks, slot_pos = kernels.choose(
+                    plain, stores[0], slot_pos, table, self.selection.spread, self.selection.rows, m
+                )
+                self.selection.chosen.copy_(chunks)
+            else:
+                chunks = self.selection(q, slot_pos, self.k_store)
+                slot_pos = kernels.written(pick(slot_pos.view(*slot_pos.shape[:2], n, CHUNK), chunks)).flatten(2)
         if kernels.has_native(plain, *stores) and self.residual is None and not self.policy.relative:
             return self.attend_written(plain, pos, *stores, slot_pos, chunks, kernels.attend_native)
         if kernels.has_kernel(q) and None not in stores:
@@ -378,7 +385,7 @@ class KVCache(nn.Module):
         self.reset([0])
         stored = self.parts()
         for name, x in self.rows().items():
-            if name not in SCRATCH and name not in stored and (name in state or name != "selection.bounds"):
+            if name not in SCRATCH and name not in stored and (name in state or not name.startswith("selection.")):
                 mine, theirs = x[0], state[name]
                 ring = name.startswith("residual.")  # a longer or shorter one has the same tokens in its first rows
                 if (
@@ -396,7 +403,7 @@ class KVCache(nn.Module):
             if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
                 raise ValueError(name)
             self.layout.fill(store.stored[i], theirs, store.slots_last(i))
-        if self.selection is not None and "selection.bounds" not in state:
+        if self.selection is not None and not any(name.startswith("selection.") for name in state):
             self.selection.measure(self.k_store, self.slot_pos)
         self.layout.end(step=False)
 
@@ -448,17 +455,18 @@ def offloaded(layers: "list[KVCache]") -> int:
 
 
 def read_bytes(layers: "list[KVCache]") -> int:
-    """Bytes that a step of these caches reads, wherever they are: all, but for chunks that are not selected."""
-    skipped = 0
+    """Bytes that a step of these caches reads, wherever they are: all, but of chunks that are not selected only what
+    decides about them."""
+    skipped = 0.0
     for cache in layers:
         if cache.selection is not None and (m := cache.selection.chosen.shape[2]):
-            stores, layout = (cache.k_store, cache.v_store), cache.layout
+            layout = cache.layout
             B, H, n = *cache.slot_pos.shape[:2], layout.number_of(cache.k_store.stored[0])
-            chunks = [len(part) if layout.pool else B * H * n for store in stores for part in store.stored]
-            parts = [part for store in stores for part in store.stored]
-            each = sum(p.nbytes // c * CHUNK // layout.chunk for p, c in zip(parts, chunks, strict=True))
-            skipped += B * H * (n - m) * each
-    return memory(layers) + offloaded(layers) - skipped
+            for store, unseen in ((cache.k_store, 1 - cache.selection.seen), (cache.v_store, 1)):
+                for part in store.stored:
+                    chunks = len(part) if layout.pool else B * H * n
+                    skipped += B * H * (n - m) * (part.nbytes // chunks * CHUNK // layout.chunk) * unseen
+    return memory(layers) + offloaded(layers) - int(skipped)
 
 
 def longest_window(positions: int) -> int:
@@ -1531,23 +1539,19 @@ class Residual(nn.Module):
 
 
 class Selection(nn.Module):
-    """Of all chunks, a step reads those whose keys can get the largest scores; nothing is evicted (Quest, 2406.10774).
+    """Of all chunks, a step reads those that promise the largest scores; nothing is evicted.
 
-    bounds [B,H,N,2*D,C] has the largest and the least number of every channel of each SPAN slots' keys, written down as
-    keys are: those of the j-th span are in slot j. With them a query's scores are bounded by one product. The chunks of
-    the sinks and of the newest token are always read. All queries of a group read the same ones, those that any of them
-    asks for most.
+    The chunks of the sinks and of the newest token are always read. All queries of a group read the same ones, those of
+    which any of them expects most. A subclass says what a chunk promises, from few bytes of its keys.
     """
 
-    SPAN = 16  # as the paper's pages. A chunk has two: bounds of all 32 missed twice as often what a query looks at
     LEAST = 3 * CHUNK  # tokens: the sinks' chunk, the newest, and one to decide about
+    seen = 0.0  # the part of each chunk's keys that is read to decide
 
     def __init__(self, tokens: int | float, layout: "Dense", dim: int, dtype: torch.dtype, device):
         """tokens: how many of each head's are read, rounded up to chunks, or a fraction of its slots."""
         super().__init__()
         self.tokens = tokens
-        bounds = torch.zeros(layout.batch, layout.heads, 0, 2 * dim, CHUNK, dtype=dtype, device=device)
-        self.register_buffer("bounds", bounds, persistent=False)
         chosen = torch.zeros(layout.batch, layout.heads, 0, dtype=torch.int64, device=device)
         self.register_buffer("chosen", chosen, persistent=False)
 
@@ -1556,24 +1560,87 @@ class Selection(nn.Module):
         n = layout.chunks(slots)
         tokens = self.tokens if isinstance(self.tokens, int) else max(round(self.tokens * slots), self.LEAST)
         m = -(-tokens // CHUNK)
-        self.bounds = resized(self.bounds, 2, layout.chunks(n * CHUNK // self.SPAN))
         self.chosen = resized(self.chosen, 2, m if m < n else 0)
 
-    def forward(self, q: Tensor, slot_pos: Tensor) -> Tensor:
-        """q [B,H,G,D] float32, slot_pos [B,H,S], filled in order -> the chunks [B,H,m] to read, in any order.
-
-        q . k is at most the sum of each channel's product with one bound or the other.
-        """
-        first = kernels.written(slot_pos[:, :, :: self.SPAN])  # the position of each span's first token
-        q = kernels.written(torch.cat([q.clamp(min=0), q.clamp(max=0)], -1))
-        bound = kernels.dot(q, [self.bounds.unsqueeze(3).float()], first >= 0).amax(2)[..., : first.shape[2]]
+    def forward(self, q: Tensor, slot_pos: Tensor, store: "Store") -> Tensor:
+        """q [B,H,G,D] float32, slot_pos [B,H,n*C], filled in order -> the chunks [B,H,m] to read, in any order."""
+        first = kernels.written(slot_pos[:, :, ::CHUNK])  # the position of each chunk's first token
         always = (first == 0) | (first == first.amax(-1, keepdim=True))
-        bound = bound.masked_fill(always, float("inf")).unflatten(-1, (-1, CHUNK // self.SPAN)).amax(-1)
-        return self.chosen.copy_(kernels.largest(bound, self.chosen.shape[2]))
+        promise = self.promise(q, slot_pos, store).masked_fill(always, float("inf"))
+        return self.chosen.copy_(kernels.largest(promise, self.chosen.shape[2]))
+
+    def promise(self, q: Tensor, slot_pos: Tensor, store: "Store") -> Tensor:
+        """What each chunk's keys in store promise the queries, [B,H,n]; -inf where there are none."""
+        raise NotImplementedError
 
     def add(self, slot: Tensor, k: Tensor, count: Tensor) -> None:
-        """A token k [B,H,1,D] gets slot [B,H,1], and is the count-th [B,H] of all: it widens its span's bounds, or is
-        the first there. (Where slots are used again, what was there before still counts.)"""
+        """A token k [B,H,1,D] gets slot [B,H,1], and is the count-th [B,H] of all."""
+
+    def measure(self, store: "Store", slot_pos: Tensor) -> None:
+        """After many were put."""
+
+
+class Channels(Selection):
+    """By a quarter of their channels, those in which a query tells keys apart: where it is large, and keys differ
+    (SparQ, 2312.04985). Keys lie channel by channel, so that a quarter of them is a quarter of the bytes.
+
+    spread [B,H,D]: how far keys lie apart in each channel, measured after a prompt.
+    """
+
+    PART = 4
+
+    def __init__(self, tokens, layout, dim, dtype, device):
+        super().__init__(tokens, layout, dim, dtype, device)
+        spread = torch.zeros(layout.batch, layout.heads, dim, device=device)
+        self.register_buffer("spread", spread, persistent=False)
+        self.rows = max(dim // self.PART, 1)
+        self.seen = self.rows / dim
+
+    def promise(self, q, slot_pos, store):
+        """The largest product, over those channels, of any query with any key of the chunk."""
+        keys, G = store.parts()[0], q.shape[2]
+        rows = kernels.largest(q.abs().sum(2) * self.spread, self.rows)  # [B,H,r]
+        few = q.gather(3, rows[:, :, None].expand(-1, -1, G, -1))
+        keys = keys.gather(3, rows[:, :, None, :, None].expand(-1, -1, keys.shape[2], -1, CHUNK))  # [B,H,n,r,C]
+        score = kernels.dot(few, [keys.unsqueeze(3).float()], slot_pos >= 0)
+        return score.amax(2).unflatten(-1, (-1, CHUNK)).amax(-1)
+
+    def measure(self, store, slot_pos):
+        live = (slot_pos >= 0)[..., None]
+        keys = store.decoded().flatten(2, 3)[:, :, : live.shape[2]].float().masked_fill(~live, 0)
+        number = live.sum(2).clamp(min=1)
+        mean = keys.sum(2) / number  # [B,H,D]
+        self.spread.copy_(((keys - mean[:, :, None]).square() * live).sum(2).div(number).sqrt())
+
+
+class Bounds(Selection):
+    """By the largest and the least number in every channel of SPAN slots' keys: a score cannot be larger than with
+    those (Quest, 2406.10774). For formats whose rotation spreads what a key says over all channels.
+
+    bounds [B,H,N,2*D,C] are written down as keys are, those of the j-th span in slot j: one product gets all.
+    """
+
+    SPAN = 16  # as the paper's pages. A chunk has two: bounds of all 32 missed twice as often what a query looks at
+
+    def __init__(self, tokens, layout, dim, dtype, device):
+        super().__init__(tokens, layout, dim, dtype, device)
+        bounds = torch.zeros(layout.batch, layout.heads, 0, 2 * dim, CHUNK, dtype=dtype, device=device)
+        self.register_buffer("bounds", bounds, persistent=False)
+
+    def allocate(self, layout, slots):
+        super().allocate(layout, slots)
+        self.bounds = resized(self.bounds, 2, layout.chunks(layout.chunks(slots) * CHUNK // self.SPAN))
+
+    def promise(self, q, slot_pos, store):
+        """q . k is at most the sum of each channel's product with one bound or the other."""
+        first = kernels.written(slot_pos[:, :, :: self.SPAN])
+        q = kernels.written(torch.cat([q.clamp(min=0), q.clamp(max=0)], -1))
+        bound = kernels.dot(q, [self.bounds.unsqueeze(3).float()], first >= 0).amax(2)[..., : first.shape[2]]
+        return bound.unflatten(-1, (-1, CHUNK // self.SPAN)).amax(-1)
+
+    def add(self, slot, k, count):
+        """It widens its span's bounds, or is the first there. (Where slots are used again, what was there before still
+        counts.)"""
         (b, h), span = rows(slot), slot // self.SPAN
         at = b, h, span // CHUNK, slice(None), span % CHUNK
         fresh = ((slot % self.SPAN == 0) & (slot == count[..., None] - 1))[..., None]
@@ -1581,8 +1648,8 @@ class Selection(nn.Module):
         wider = torch.cat([torch.maximum(high, k), torch.minimum(low, k)], -1)
         self.bounds[at] = torch.where(fresh, torch.cat([k, k], -1), wider)
 
-    def measure(self, store: "Store", slot_pos: Tensor) -> None:
-        """After many were put: bounds of all spans, of keys as they are stored."""
+    def measure(self, store, slot_pos):
+        """Bounds of all spans, of keys as they are stored."""
         live = slot_pos.unflatten(2, (-1, self.SPAN))[..., None] >= 0  # [B,H,spans,SPAN,1]
         keys = (
             store.decoded().flatten(2, 3)[:, :, : slot_pos.shape[2]].to(self.bounds.dtype).unflatten(2, live.shape[2:4])
@@ -2369,7 +2436,8 @@ class CacheSpec:
             residual = Residual(length, SINK, layout, dim, dtype, device) if length else None
             policy = self.policy().attach(i, rope, args.max_seq_len)
             selects = self.select is not None and i >= self.dense
-            selection = Selection(self.select, layout, dim, dtype, device) if selects else None
+            by = Channels if type(k_store) is Store else Bounds
+            selection = by(self.select, layout, dim, dtype, device) if selects else None
             return KVCache(policy, k_store, v_store, layout, residual, lambda T: slots(T)[i], selection)
 
         return [layer(i) for i in range(args.n_layer)]

@@ -899,8 +899,10 @@ NATIVE, CORES = False, 1  # are they there, and for how many threads? Set by `bu
 
 SOURCE = r"""
 #include <immintrin.h>
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
@@ -954,11 +956,12 @@ BF16 static inline __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Two rows of 32 numbers as pairs, one of each, and what is 4 KB further asked for.
-BF16 static inline void pairs(const uint16_t* a, const uint16_t* b, const char* next, __m512bh* low, __m512bh* high) {
+// Two rows of 32 numbers as pairs, one of each, and two lines of the next chunk asked for.
+BF16 static inline void pairs(const uint16_t* a, const uint16_t* b, const uint16_t* next, const uint16_t* other,
+                              __m512bh* low, __m512bh* high) {
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-    _mm_prefetch(next, _MM_HINT_T0);
-    _mm_prefetch(next + 64, _MM_HINT_T0);
+    _mm_prefetch((const char*)next, _MM_HINT_T0);
+    _mm_prefetch((const char*)other, _MM_HINT_T0);
     *low = (__m512bh)_mm512_unpacklo_epi16(x, y);
     *high = (__m512bh)_mm512_unpackhi_epi16(x, y);
 }
@@ -969,6 +972,21 @@ BF16 static inline void in_order(__m512 low, __m512 high, float* to) {
     const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, first, high));
     _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, second, high));
+}
+
+static inline float as_float(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+}
+
+// Which of a chunk's slots hold a token, of which `left` are there.
+BF16 static inline uint32_t alive(const int32_t* slot_pos, int64_t left) {
+    const uint32_t there = left >= C ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+    const uint32_t low = ~_mm512_movepi32_mask(_mm512_maskz_loadu_epi32(there, slot_pos)) & 0xffff;
+    const uint32_t high = ~_mm512_movepi32_mask(_mm512_maskz_loadu_epi32(there >> 16, slot_pos + 16)) & 0xffff;
+    return (low | high << 16) & there;
 }
 
 BF16 static inline __m512bh both(const uint16_t* pair) { return (__m512bh)_mm512_set1_epi32(*(const int32_t*)pair); }
@@ -985,18 +1003,12 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
     std::vector<float> sums(G * D);
     for (int g = 0; g < G; g++) top[g] = _mm512_set1_ps(-1e30f), total[g] = _mm512_setzero_ps();
     for (int64_t c = 0; c < n; c++) {
-        const int64_t left = slots - c * C;
-        const uint32_t there = left >= C ? ~0u : left > 0 ? (1u << left) - 1 : 0;
-        const __m512i low_pos = _mm512_maskz_loadu_epi32(there, slot_pos + c * C);
-        const __m512i high_pos = _mm512_maskz_loadu_epi32(there >> 16, slot_pos + c * C + 16);
-        const __mmask16 low_live = ~_mm512_movepi32_mask(low_pos) & there;
-        const __mmask16 high_live = ~_mm512_movepi32_mask(high_pos) & there >> 16;
-        live[c] = low_live | (uint32_t)high_live << 16;
+        live[c] = alive(slot_pos + c * C, slots - c * C);
         for (int g = 0; g < G; g++) a[g] = b[g] = _mm512_setzero_ps();
         const uint16_t *key = k + at[c] * D * C, *next = k + at[c + 1 < n ? c + 1 : c] * D * C;
         for (int64_t d = 0; d < (live[c] ? D : 0); d += 2) {
             __m512bh low, high;
-            pairs(key + d * C, key + (d + 1) * C, (const char*)(next + d * C), &low, &high);
+            pairs(key + d * C, key + (d + 1) * C, next + d * C, next + (d + 1) * C, &low, &high);
             for (int g = 0; g < G; g++) {
                 a[g] = _mm512_dpbf16_ps(a[g], low, both(q + g * D + d));
                 b[g] = _mm512_dpbf16_ps(b[g], high, both(q + g * D + d));
@@ -1006,8 +1018,8 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
             float* to = scores + g * stride + c * C;
             in_order(_mm512_mul_ps(a[g], _mm512_set1_ps(scale)), _mm512_mul_ps(b[g], _mm512_set1_ps(scale)), to);
             const __m512 never = _mm512_set1_ps(-INFINITY);
-            const __m512 low = _mm512_mask_loadu_ps(never, low_live, to);
-            const __m512 high = _mm512_mask_loadu_ps(never, high_live, to + 16);
+            const __m512 low = _mm512_mask_loadu_ps(never, live[c], to);
+            const __m512 high = _mm512_mask_loadu_ps(never, live[c] >> 16, to + 16);
             _mm512_storeu_ps(to, low);
             _mm512_storeu_ps(to + 16, high);
             top[g] = _mm512_max_ps(top[g], _mm512_max_ps(low, high));
@@ -1033,7 +1045,8 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
             }
             for (int i = 0; i < C; i += 2) {
                 __m512bh low, high;
-                pairs(row[i] + e, row[i + 1] + e, (const char*)(next + e * C + i * 32), &low, &high);
+                const uint16_t* ahead = next + e * C + i * 32;
+                pairs(row[i] + e, row[i + 1] + e, ahead, ahead + 32, &low, &high);
                 for (int g = 0; g < G; g++) {
                     a[g] = _mm512_dpbf16_ps(a[g], low, both(&share[g * C + i]));
                     b[g] = _mm512_dpbf16_ps(b[g], high, both(&share[g * C + i]));
@@ -1051,6 +1064,82 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
         for (int64_t e = 0; e < D; e += 32)
             in_order(_mm512_loadu_ps(&sums[g * D + e]), _mm512_loadu_ps(&sums[g * D + e + 16]), y + g * D + e);
         for (int64_t d = 0; d < D; d++) y[g * D + d] *= sum > 0 ? 1 / sum : 0;
+    }
+}
+
+// What each of n chunks promises G queries by r of their channels, an even number: those where |q| times spread [D] is
+// largest. -inf where no token is.
+template <int G>
+BF16 static void promise(const uint16_t* q, const uint16_t* k, const int32_t* slot_pos, const int32_t* at,
+                         const float* spread, int64_t n, int64_t slots, int64_t D, int64_t r, float* best) {
+    std::vector<float> weight(D);
+    std::vector<int64_t> row(D);
+    std::vector<uint16_t> few(G * r);
+    for (int64_t d = 0; d < D; d++) {
+        for (int g = 0; g < G; g++) weight[d] += std::abs(as_float(q[g * D + d])) * spread[d];
+        row[d] = d;
+    }
+    std::nth_element(row.begin(), row.begin() + r, row.end(),
+                     [&](int64_t x, int64_t y) { return weight[x] > weight[y]; });
+    std::sort(row.begin(), row.begin() + r);
+    for (int64_t i = 0; i < G * r; i++) few[i] = q[i / r * D + row[i % r]];
+    for (int64_t c = 0; c < n; c++) {
+        const uint32_t live = alive(slot_pos + c * C, slots - c * C);
+        const uint16_t *key = k + at[c] * D * C, *next = k + at[std::min(c + 4, n - 1)] * D * C;
+        __m512 a[G], b[G];
+        for (int g = 0; g < G; g++) a[g] = b[g] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < (live ? r : 0); i += 2) {
+            __m512bh low, high;
+            pairs(key + row[i] * C, key + row[i + 1] * C, next + row[i] * C, next + row[i + 1] * C, &low, &high);
+            for (int g = 0; g < G; g++) {
+                a[g] = _mm512_dpbf16_ps(a[g], low, both(&few[g * r + i]));
+                b[g] = _mm512_dpbf16_ps(b[g], high, both(&few[g * r + i]));
+            }
+        }
+        for (int g = 1; g < G; g++) a[0] = _mm512_max_ps(a[0], a[g]), b[0] = _mm512_max_ps(b[0], b[g]);
+        float top[C];
+        in_order(a[0], b[0], top);
+        const __m512 never = _mm512_set1_ps(-INFINITY);
+        best[c] = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_mask_loadu_ps(never, live, top),
+                                                     _mm512_mask_loadu_ps(never, live >> 16, top + 16)));
+    }
+}
+
+// The m of n chunks of each of H heads that promise most, the first and the newest among them, in order: chosen [H,m],
+// and the positions in their slots, picked [H,m*C].
+extern "C" void choose(const uint16_t* q, const uint16_t* k, const int32_t* slot_pos, const int32_t* at,
+                       const float* spread, int64_t* chosen, int32_t* picked, int64_t H, int64_t G, int64_t D,
+                       int64_t S, int64_t n, int64_t r, int64_t m) {
+    void (*const of[])(const uint16_t*, const uint16_t*, const int32_t*, const int32_t*, const float*, int64_t, int64_t,
+                       int64_t, int64_t, float*) = {
+        promise<1>, promise<2>, promise<3>, promise<4>, promise<5>, promise<6>, promise<7>, promise<8>};
+    const int64_t N = H < 8 ? 4 : 1;  // pieces of a head, so that few heads give work to all cores
+    std::vector<float> promises(H * n);
+    #pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < H * N; i++) {
+        const int64_t h = i / N, from = n * (i % N) / N, to = n * (i % N + 1) / N, slot = from * C;
+        of[G - 1](q + h * G * D, k, slot_pos + h * S + slot, at + h * n + from, spread + h * D, to - from, S - slot, D,
+                  r, promises.data() + h * n + from);
+    }
+    #pragma omp parallel for schedule(dynamic)
+    for (int64_t h = 0; h < H; h++) {
+        const int32_t* pos = slot_pos + h * S;
+        float* best = promises.data() + h * n;
+        std::vector<int64_t> chunk(n);
+        int64_t newest = 0;
+        for (int64_t c = 0; c < n; c++) {
+            chunk[c] = c;
+            if (c * C < S && pos[c * C] > pos[newest * C]) newest = c;
+        }
+        best[0] = best[newest] = INFINITY;
+        std::nth_element(chunk.begin(), chunk.begin() + m, chunk.end(),
+                         [&](int64_t x, int64_t y) { return best[x] > best[y]; });
+        std::sort(chunk.begin(), chunk.begin() + m);
+        for (int64_t i = 0; i < m * C; i++) {
+            const int64_t slot = chunk[i / C] * C + i % C;
+            picked[h * m * C + i] = slot < S ? pos[slot] : -1;
+        }
+        std::copy(chunk.begin(), chunk.begin() + m, chosen + h * m);
     }
 }
 
@@ -1086,9 +1175,10 @@ def compile_native() -> bool:
         from torch._inductor.codecache import CppCodeCache
 
         library = CppCodeCache.load(SOURCE)
-        rows_of, attention_of = library.few_rows, library.attend_bf16
+        rows_of, attention_of, choice_of = library.few_rows, library.attend_bf16, library.choose
     except Exception:  # no compiler, or an old one
         return False
+    choice_of.argtypes, choice_of.restype = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 7, None
     rows_of.argtypes, rows_of.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
     attention_of.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6 + [ctypes.c_float]
     attention_of.restype = None
@@ -1101,7 +1191,17 @@ def compile_native() -> bool:
         addresses = [x.data_ptr() for x in (q, k, v, slot_pos, table, y, lse, scores)]
         attention_of(*addresses, B * H, G, D, slot_pos.shape[2], n, pieces, D**-0.5)
 
+    def choice(q, k, slot_pos, table, spread, r, m, chosen, picked) -> None:
+        (B, H, G, D), n = q.shape, table.shape[2]
+        addresses = [x.data_ptr() for x in (q, k, slot_pos, table, spread, chosen, picked)]
+        choice_of(*addresses, B * H, G, D, slot_pos.shape[2], n, r, m)
+
     native("few_rows(Tensor x, Tensor weight) -> Tensor", few_rows, few_rows_shape)
+    native(
+        "choose(Tensor q, Tensor k, Tensor slot_pos, Tensor table, Tensor spread, int r, SymInt m) -> (Tensor, Tensor)",
+        choice,
+        choose_shape,
+    )
     native(
         "attend(Tensor q, Tensor k, Tensor v, Tensor slot_pos, Tensor table, int pieces) -> (Tensor, Tensor, Tensor)",
         attention,
@@ -1136,6 +1236,11 @@ def few_rows_shape(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
+def choose_shape(q, k, slot_pos, table, spread, r: int, m: int) -> tuple[Tensor, Tensor]:
+    B, H = q.shape[:2]
+    return slot_pos.new_empty(B, H, m, dtype=torch.int64), slot_pos.new_empty(B, H, m * CHUNK)
+
+
 def attend_shape(q, k, v, slot_pos, table, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
     (B, H, G, D), n = q.shape, table.shape[2]
     new = functools.partial(q.new_empty, dtype=torch.float32)
@@ -1157,16 +1262,29 @@ def has_native(q: Tensor, k: "Written | None", v: "Written | None") -> bool:
     return k.codes.shape[-1] == v.codes.shape[-2] == CHUNK  # smaller pages have smaller chunks
 
 
+def in_order(q: Tensor, k: "Written") -> Tensor:
+    """The table [B,H,n] of chunks that lie one after the other."""
+    B, H, n = *q.shape[:2], k.codes.shape[2]
+    return torch.arange(B * H * n, dtype=torch.int32, device=q.device).view(B, H, n)
+
+
+def choose(
+    q: Tensor, k: "Written", slot_pos: Tensor, table: Tensor | None, spread: Tensor, r: int, m: int
+) -> tuple[Tensor, Tensor]:
+    """The m chunks that promise most by r channels of their keys, [B,H,m], and the positions in their slots, [B,H,m*C]:
+    q [B,H,G,D] in bf16, slot_pos [B,H,S], spread [B,H,D] float32, what a channel counts."""
+    table = in_order(q, k) if table is None else table
+    return torch.ops.kv_fast.choose(q.contiguous(), k.codes, slot_pos.contiguous(), table.contiguous(), spread, r, m)
+
+
 def attend_native(
     q: Tensor, k: "Written", v: "Written", slot_pos: Tensor, table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one query a head over slots of bf16, as `attend`: q [B,H,G,D] in bf16, not scaled, slot_pos [B,H,S]
     -> y [B,H,N,G,D], log-sum-exp [B,H,N,G] of N pieces and scores [B,H,G,n*C]. Weights are rounded to bf16."""
     B, H = q.shape[:2]
-    if table is None:
-        n = k.codes.shape[2]
-        table = torch.arange(B * H * n, dtype=torch.int32, device=q.device).view(B, H, n)
-    pieces = max(1, min(4, 2 * CORES // (B * H))) if CORES > 1 else 1  # work for all cores, where heads are few
+    table = in_order(q, k) if table is None else table
+    pieces = min(4, -(-2 * CORES // (B * H))) if CORES > 1 else 1  # work for all cores, where heads are few
     return torch.ops.kv_fast.attend(q.contiguous(), k.codes, v.codes, slot_pos.contiguous(), table.contiguous(), pieces)
 
 

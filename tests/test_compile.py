@@ -355,6 +355,38 @@ def test_native_attention(group, dim, slots):
         assert (y[1, 2] == 0).all() and (lse[1, 2] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("heads", [3, 9])
+def test_native_choice(heads, group, dim):
+    """The chunks that plain code chooses, and the positions in their slots; garbage is where no token is."""
+    kernels.build_native()
+    if not kernels.NATIVE:
+        pytest.skip("this CPU has no bf16 products, or there is no compiler")
+    draw = torch.Generator().manual_seed(heads + group)
+    C, n, r, m = kernels.CHUNK, 23, dim // 4, 5
+    table = torch.randperm(heads * n + 5, generator=draw)[: heads * n].view(1, heads, n).int()
+    k = torch.randn(heads * n + 5, dim, C, generator=draw).bfloat16()
+    q = torch.randn(1, heads, group, dim, generator=draw).bfloat16()
+    spread = torch.rand(1, heads, dim, generator=draw)
+    filled = torch.randint(3 * C, n * C, (heads,), generator=draw)
+    filled[0] = 2 * C + 1  # fewer chunks than are chosen
+    slots = torch.arange(n * C, dtype=torch.int32)
+    slot_pos = torch.where(slots < filled[:, None], slots, -1)[None]
+    dead = (slot_pos < 0).view(1, heads, n, C)
+    k[table.long()] = k[table.long()].masked_fill(dead[:, :, :, None], float("nan"))
+    chosen, picked = torch.ops.kv_fast.choose(q, k, slot_pos, table, spread, r, m)
+    for h in range(heads):
+        rows = (q[0, h].double().abs().sum(0) * spread[0, h]).topk(r).indices
+        score = torch.einsum("gr,nrc->gnc", q[0, h].double()[:, rows], k[table[0, h].long()].double()[:, rows])
+        promise = score.masked_fill(dead[0, h], float("-inf")).amax((0, 2))
+        promise[0] = promise[(int(filled[h]) - 1) // C] = float("inf")
+        live = min(m, int(-(-filled[h] // C)))
+        assert set(promise.topk(live).indices.tolist()) <= set(chosen[0, h].tolist())
+        assert (chosen[0, h].diff() > 0).all()
+        assert torch.equal(picked[0, h].view(m, C), slot_pos[0, h].view(n, C)[chosen[0, h]])
+
+
 @pytest.mark.parametrize(
     ("cache", "page", "select", "dim"),
     [

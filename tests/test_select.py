@@ -13,10 +13,13 @@ from cache import CHUNK
 FORMATS = [dict(), dict(bits=8), dict(bits=4), dict(bits=4, format="kivi"), dict(bits=4, format="nvfp4", residual=16)]
 
 
-def one_layer(select, heads=3, group=3, dim=20, **options) -> caches.KVCache:
+def one_layer(select, heads=3, group=3, dim=20, by=None, **options) -> caches.KVCache:
     spec = replace(caches.build("full", select=select, **options), dense=0)
     args = tiny_args(n_layer=1, n_kv_head=heads, n_head=heads * group, head_dim=dim, max_seq_len=2048)
-    return spec(args, torch.rand(dim // 2), 1, 2048, torch.float32, "cpu")[0]
+    cache = spec(args, torch.rand(dim // 2), 1, 2048, torch.float32, "cpu")[0]
+    if by is not None:
+        cache.selection = by(select, cache.layout, dim, torch.float32, "cpu")
+    return cache
 
 
 def drawn(T: int, heads=3, group=3, dim=20, seed=0):
@@ -36,23 +39,33 @@ def fed(cache, q, k, v, prompt: int):
     return torch.cat(steps, 2)
 
 
+def by_channels(x, keys, rows):
+    """What keys [n,D] promise queries x [G,D], in these channels alone."""
+    return float((x[:, rows] @ keys[:, rows].T).max())
+
+
+def by_bounds(x, keys, rows):
+    ends = [(span.amin(0), span.amax(0)) for span in keys.split(16)]
+    return max(float(torch.maximum(y * low, y * high).sum()) for y in x for low, high in ends)
+
+
 @pytest.mark.parametrize("heads, group, dim", [(3, 3, 20), (1, 1, 64), (2, 7, 96), (1, 16, 128)])
 @pytest.mark.parametrize("prompt", [300, 320, 321])
-def test_equals_attention_to_the_chunks_that_a_search_over_all_keys_picks(heads, group, dim, prompt):
+@pytest.mark.parametrize("by", [by_channels, by_bounds])
+def test_equals_attention_to_the_chunks_that_a_search_over_all_keys_picks(heads, group, dim, prompt, by):
     T, m = 400, 4
     q, k, v = drawn(T, heads, group, dim)
-    cache = one_layer(m * CHUNK, heads, group, dim)
+    cache = one_layer(m * CHUNK, heads, group, dim, None if by is by_channels else caches.Bounds)
+    assert isinstance(cache.selection, caches.Channels if by is by_channels else caches.Bounds)
     ours, missed = fed(cache, q, k, v, prompt), 0
+    spread = k[0, :, :prompt].std(1, correction=0)  # [H,D]
     for t in range(prompt, T):
         x = q[0, :, t].unflatten(0, (heads, group)) * dim**-0.5
         for h in range(heads):
             chunks = [slice(s, min(s + CHUNK, t + 1)) for s in range(0, t + 1, CHUNK)]
-            bounds = []
-            for where in chunks:
-                spans = k[0, h, where].split(16)
-                ends = [(span.amin(0), span.amax(0)) for span in spans]
-                bounds.append(max(float(torch.maximum(y * low, y * high).sum()) for y in x[h] for low, high in ends))
-            middle = sorted(range(1, len(chunks) - 1), key=lambda c: -bounds[c])[: m - 2]
+            rows = (x[h].abs().sum(0) * spread[h]).topk(dim // 4).indices
+            promise = [by(x[h], k[0, h, where], rows) for where in chunks]
+            middle = sorted(range(1, len(chunks) - 1), key=lambda c: -promise[c])[: m - 2]
             seen = torch.cat([torch.arange(t + 1)[chunks[c]] for c in [0, *middle, len(chunks) - 1]])
             missed += t + 1 - len(seen)
             y = (x[h] @ k[0, h, seen].T).softmax(-1) @ v[0, h, seen]
@@ -107,7 +120,7 @@ def test_paged_and_dense_select_the_same():
 def test_bounds_follow_every_token(options):
     """After steps as after one prompt: bounds hold for every key, and are as tight as keys are exact."""
     q, k, v = drawn(200)
-    cache = one_layer(96, **options)
+    cache = one_layer(96, by=caches.Bounds, **options)
     fed(cache, q, k, v, 70)
     high, low = cache.selection.bounds.mT.flatten(2, 3).chunk(2, -1)  # [1,H,n,D]
     exact = k[:, :, :192].unflatten(2, (-1, 16))
@@ -117,7 +130,7 @@ def test_bounds_follow_every_token(options):
     torch.testing.assert_close(high[:, :, :12], exact.amax(3), **near)
     torch.testing.assert_close(high[:, :, 12], k[:, :, 192:].amax(2), atol=1e-6, rtol=0)  # a chunk that steps filled
     cache.reset()
-    fresh = one_layer(96, **options)
+    fresh = one_layer(96, by=caches.Bounds, **options)
     fresh.fit([200], [0], 0, 2048)
     cache.fit([200], [0], 0, 2048)
     assert all(map(torch.equal, cache.buffers(), fresh.buffers()))
