@@ -403,7 +403,8 @@ class KVCache(nn.Module):
             if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
                 raise ValueError(name)
             self.layout.fill(store.stored[i], theirs, store.slots_last(i))
-        if self.selection is not None and not any(name.startswith("selection.") for name in state):
+        own = {name for name in self.rows() if name.startswith("selection.") and name not in SCRATCH}
+        if self.selection is not None and not own <= set(state):
             self.selection.measure(self.k_store, self.slot_pos)
         self.layout.end(step=False)
 
@@ -2671,8 +2672,8 @@ def check_select(select: int | float, name: str, policy: Policy, page: int) -> N
     if not policy.appends:
         appending = [n for n, p in POLICIES.items() if p.appends]
         raise SpecError(
-            f"--select {select} --cache {name}: {name} puts new tokens where old ones were, and bounds of keys only "
-            f"widen; choose --cache {either(appending)}"
+            f"--select {select} --cache {name}: {name} puts new tokens where old ones were, and it takes slots for "
+            f"tokens in order; choose --cache {either(appending)}"
         )
     if page and page < CHUNK and CHUNK % page:
         raise SpecError(

@@ -2,7 +2,7 @@
 
     linear             one matrix product of the model
     few_rows           the same for several sequences' tokens on a CPU with bf16 products
-    attend_native      a step's attention on such a CPU
+    attend_native      a step's attention on such a CPU, and `choose`, the chunks that are worth it
     causal_attention   the prompt attends to itself (prefill)
     attend_chunk       a later chunk attends to cached slots and causally to itself (second turn of a chat)
     column_mass        what attention every key of a prompt receives, exactly, without T x T (H2O's evidence)
