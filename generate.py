@@ -349,7 +349,7 @@ class Saved:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:  # RuntimeError: it was there, and another process removed it
             raise ValueError(str(error)) from None
         text = about.get("kv-fast", "")
         if about.get("checksum") != cls.checksum(text, tensors):

@@ -506,21 +506,23 @@ def mix(p: Tensor, planes: list[Tensor], scale: Tensor | None = None, zero: Tens
     heads, chunk, U = p.shape[2], planes[0].shape[3], planes[0].shape[4]
     r = 1 if scale is None else scale.shape[3] // U
     p = p.unflatten(-1, (-1, chunk))  # [B,H,G,n,C]
-    some = p.amax(2)[:, :, :, None] != 0  # [B,H,n,1,C]
+    times = lambda p, x: torch.where(p != 0, p * x, 0.0)  # noqa: E731
     if scale is None:
-        planes = [torch.where(some.mT[..., None], plane, 0.0) for plane in planes]
-    scale, zero = (x if x is None else torch.where(some, x, 0.0) for x in (scale, zero))
+        some = p.amax(2)[..., None, None] != 0  # [B,H,n,C,1,1]
+        planes = [torch.where(some, plane, 0.0) for plane in planes]
     if scale is None:
         weight = p[..., None, None].unbind(2)  # G of [B,H,n,C,1,1]
     else:
-        # Stacked, p * scale is written out once, for vectors of slots; else every channel would multiply it anew.
-        weight = torch.stack([p[:, :, g, :, None] * scale for g in range(heads)], 2).mT
-        weight = weight.unflatten(-1, (U, r)).unbind(2)  # G of [B,H,n,C,U,r]
+        # Stacked, p * scale is written out once, for vectors of slots; else every channel would multiply it anew. (One
+        # alone is not: see `written`.)
+        weight = [times(p[:, :, g, :, None], scale) for g in range(heads)]
+        weight = torch.stack(weight if heads > 1 else [weight[0], -weight[0]], 2).mT
+        weight = weight.unflatten(-1, (U, r)).unbind(2)[:heads]  # G of [B,H,n,C,U,r]
     group = [j * r // len(planes) for j in range(len(planes))]
     sums = [(w[..., i : i + 1] * plane).sum(-3).sum(2) for w in weight for i, plane in zip(group, planes, strict=True)]
     y = torch.stack(sums, 2).unflatten(2, (heads, r, -1)).movedim(5, 3)  # [B,H,G,U,r,plane,channel]
     if zero is not None:
-        rest = (p[:, :, :, :, None] * zero[:, :, None]).sum((3, 5))  # [B,H,G,U*r]
+        rest = times(p[:, :, :, :, None], zero[:, :, None]).sum((3, 5))  # [B,H,G,U*r]
         y = y + rest.unflatten(-1, (U, r))[..., None, None]
     return y.flatten(3)
 

@@ -46,10 +46,10 @@ def test_decode(form, dim):
                 if mass:
                     close(got_mass, want_mass, DTYPES[dtype])
                 close(y, by_reference(cache.attend, q, pos)[0].double(), DTYPES[dtype])
-                paged_y, paged_mass = on_pages(cache, q, pos)
-                assert torch.equal(paged_y, y)
-                assert not mass or torch.equal(paged_mass, got_mass)
                 seen += 1
+            paged_y, paged_mass = on_pages(cache, q, pos)
+            assert torch.equal(paged_y, y)
+            assert not mass or torch.equal(paged_mass, got_mass)
     assert seen >= (8 if form == "float-16" else 16)
 
 

@@ -19,7 +19,7 @@ from cache import FORMATS, POLICIES, build
 from generate import Engine, Params, generate
 from model import load_checkpoint
 
-NEW = 5
+NEW = 4
 
 
 def main(checkpoint: str, out: str) -> None:
@@ -27,7 +27,7 @@ def main(checkpoint: str, out: str) -> None:
     kernels.join_ranks(torch.device("cpu"))
     model, tokenizer = load_checkpoint(checkpoint, dtype=torch.float32)
     text = "The lighthouse keeper wrote every storm into a ledger, and the ledger grew heavier than the lamp. " * 8
-    ids, found = tokenizer.encode(text + "In the end the keeper")[:190], {}
+    ids, found = tokenizer.encode(text + "In the end the keeper")[:140], {}
     forms = [(name, bits) for name, store in FORMATS.items() for bits in store.widths]
     if os.environ.get("COMPILED"):
         model.compile()
@@ -54,7 +54,7 @@ def main(checkpoint: str, out: str) -> None:
         found[name] = tokens, int(kernels.all_sum(kept.float())), int(kernels.all_sum(positions.float()))
     if not os.environ.get("COMPILED"):
         engine = Engine(model, build("snapkv", budget=80), 2, len(ids) + NEW)
-        found["engine"] = engine.generate([ids[:100], ids[50:180], ids[:60]], Params(NEW)), engine.preempted
+        found["engine"] = engine.generate([ids[:100], ids[20:], ids[:60]], Params(NEW)), engine.preempted
     if kernels.RANK == 0:
         Path(out).write_text(json.dumps(found))
     kernels.leave_ranks(0)
