@@ -52,7 +52,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # until `exit_code` can tell an interrupt from an error
+if __name__ == "__main__":  # while Python imports, an interrupt is no error with a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
@@ -1913,4 +1913,5 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on `exit_code` says what it means
     sys.exit(main())

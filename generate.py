@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 STARTED = time.perf_counter()
-if __name__ == "__main__":  # until `exit_code` can tell an interrupt from an error
+if __name__ == "__main__":  # while Python imports, an interrupt is no error with a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import numpy as np  # noqa: E402
@@ -67,8 +67,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def exit_code(program: str, work: Callable[[], int]) -> int:
     """What work returns; for what a person can get wrong, one sentence on stderr and 2; 130 when interrupted."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return work()
     except (CheckpointError, caches.SpecError, UsageError) as error:
@@ -2019,4 +2017,5 @@ def not_utf8(text: str) -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on `exit_code` says what it means
     sys.exit(main())

@@ -1,6 +1,7 @@
 """Shared by all tests: one thread (two busy ones on tiny tensors are several times slower) and a tiny random model."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,12 @@ torch.set_num_threads(1)
 
 import model as llama  # noqa: E402
 from eval import hf_weights  # noqa: E402
+
+
+def rarely(cases: list, often: Callable) -> list:
+    """Parameters of a test; those that are not to run often are for `pytest -m slow`."""
+    whole = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=[] if often(*case) else [pytest.mark.slow]) for case in whole]
 
 
 def tiny_args(**changes) -> llama.ModelArgs:
