@@ -140,6 +140,7 @@ def test_bf16_keeps_what_exact_sums_keep():
         assert len(exact & set(cache.slot_pos[0, h].tolist())) >= 0.99 * 2000
 
 
+@pytest.mark.slow
 def test_streaming_past_the_end_is_as_good_as_reading_again():
     """Three times the model's 8,192 positions, in turns of 512 tokens and then one by one: finite, and at three depths
     the perplexity is within 10 % of a window of the last 256 tokens that is read again for every token."""
