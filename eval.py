@@ -1512,7 +1512,7 @@ def plan(args: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
             f"--context {args.context} with --new-tokens {args.new_tokens}: give more than those, and at most the "
             f"{whole.max_seq_len} positions of {args.model}"
         )
-    usual = [n for n in (1, 2, 4, 8) if not (whole.n_kv_head % n or whole.hidden_dim % n)]
+    usual = [n for n in (1, 2, 4, 8) if n in whole.ranks]
     for arm, batch, gpus in itertools.product(args.arms, args.batch, args.gpus or usual):
         shape, spec = whole.shared(gpus, "--gpus"), arm.relative()
         with torch.device("meta"):

@@ -470,15 +470,20 @@ class ModelArgs:
             eos_ids=tuple(eos),
         )
 
+    @property
+    def ranks(self) -> list[int]:
+        """How many processes can share the model: KV heads, heads and hidden units have to divide."""
+        sizes = (self.n_head, self.n_kv_head, self.hidden_dim)
+        return [n for n in range(1, self.n_kv_head + 1) if not any(size % n for size in sizes)]
+
     def shared(self, ranks: int, flag: str = "torchrun --nproc-per-node") -> "ModelArgs":
         """What each of so many processes has of the model. Raises CheckpointError where heads do not divide; flag: what
         said how many."""
         sizes = (self.n_head, self.n_kv_head, self.hidden_dim)
-        fits = [n for n in range(1, self.n_kv_head + 1) if not any(size % n for size in sizes)]
         _need(
-            ranks in fits,
+            ranks in self.ranks,
             f"{flag} {ranks}: {self.n_kv_head} KV heads and {self.hidden_dim} hidden units cannot "
-            f"be shared by so many processes; give {' or '.join(map(str, fits))}",
+            f"be shared by so many processes; give {' or '.join(map(str, self.ranks))}",
         )
         n_head, n_kv_head, hidden_dim = (size // ranks for size in sizes)
         return replace(self, n_head=n_head, n_kv_head=n_kv_head, hidden_dim=hidden_dim)
