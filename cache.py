@@ -183,8 +183,8 @@ class KVCache(nn.Module):
             else:
                 chunks = self.selection(q, slot_pos, self.k_store)
                 slot_pos = kernels.written(pick(slot_pos.view(*slot_pos.shape[:2], n, CHUNK), chunks)).flatten(2)
-        if kernels.has_native(plain, *stores) and self.residual is None and not self.policy.relative:
-            return self.attend_written(plain, pos, *stores, slot_pos, chunks, kernels.attend_native)
+        if kernels.has_native(plain, *stores) and not self.policy.relative:
+            return self.attend_written(q, pos, *stores, slot_pos, chunks, plain)
         if kernels.has_kernel(q) and None not in stores:
             return self.attend_written(q, pos, *stores, slot_pos, chunks)
         live = slot_pos >= 0
@@ -215,10 +215,10 @@ class KVCache(nn.Module):
         v: kernels.Written,
         slot_pos: Tensor,
         chunks: Tensor | None = None,
-        native: Callable | None = None,
+        plain: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`attend` by one kernel: q [B,H,G,D] float32, scaled; slot_pos of all slots, or of those of some chunks.
-        native: the one for a CPU, which wants q as it was."""
+        plain: q as it was, which the one for a CPU wants."""
         ring, near, sinks = self.residual, None, 0
         table = self.layout.places(chunks, k.codes.shape[2])
         if chunks is not None:
@@ -230,9 +230,15 @@ class KVCache(nn.Module):
         if ring is not None:
             ring = kernels.Ring(q, near, ring.k, ring.v, ring.slot, ring.length, ring.sink)
         asked = [x if x is None else self.k_store.query(x).contiguous() for x in (q, near)]
-        if native is not None:
-            (y, lse, logits), rest = native(q, k, v, slot_pos, table), None
+        if plain is not None:
+            held = (ring.length, ring.sink) if ring else (0, 0)
+            y, lse, logits = kernels.attend_native(self.k_store.query(plain.float()), k, v, slot_pos, pos, table, *held)
             logits = logits[..., : slot_pos.shape[2]]
+            if ring is not None:
+                rest = self.residual.dot(q)
+                (weight,), total = kernels.softmax([rest])
+                y = torch.cat([y, (self.residual.mix(weight) / total)[:, :, None]], 2)
+                lse = torch.cat([lse, rest.logsumexp(-1)[:, :, None]], 2)
         else:
             y, lse, logits, rest = kernels.attend(
                 asked[0], k, v, slot_pos, pos, ring, asked[1], sinks, self.policy.learns, table

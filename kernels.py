@@ -899,7 +899,7 @@ def merge(lse: Tensor) -> tuple[Tensor, Tensor]:
 
 NATIVE, CORES = False, 1  # are they there, and for how many threads? Set by `build_native`
 
-SOURCE = r"""
+COMMON = r"""
 #include <immintrin.h>
 #include <algorithm>
 #include <cmath>
@@ -907,15 +907,17 @@ SOURCE = r"""
 #include <cstring>
 #include <vector>
 
-#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define CPU __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni")))
+"""
 
-BF16 static inline __m512bh load(const uint16_t* at, __mmask32 mask) {
+ROWS = r"""
+CPU static inline __m512bh load(const uint16_t* at, __mmask32 mask) {
     return (__m512bh)_mm512_maskz_loadu_epi16(mask, at);
 }
 
 // Two rows of w, so that sums need not wait for each other: x [R,I], w [O,I] -> y [R,O].
 template <int R>
-BF16 static void rows(const uint16_t* x, const uint16_t* w, float* y, int64_t O, int64_t I) {
+CPU static void rows(const uint16_t* x, const uint16_t* w, float* y, int64_t O, int64_t I) {
     #pragma omp parallel for schedule(static)
     for (int64_t o = 0; o < O; o += 2) {
         const bool both = o + 1 < O;
@@ -941,15 +943,17 @@ BF16 static void rows(const uint16_t* x, const uint16_t* w, float* y, int64_t O,
 }
 
 extern "C" void few_rows(const uint16_t* x, const uint16_t* w, float* y, int64_t R, int64_t O, int64_t I) {
-    void (*const of[])(const uint16_t*, const uint16_t*, float*, int64_t, int64_t) = {
-        rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>, rows<7>, rows<8>};
+    static const decltype(&rows<1>) of[] = {rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>, rows<7>, rows<8>};
     for (; R > 0; R -= 8, x += 8 * I, y += 8 * O) of[(R < 8 ? R : 8) - 1](x, w, y, O, I);
 }
+"""
 
+# For G, K_BITS and V_BITS, which `attention` defines.
+ATTENTION = r"""
 constexpr int C = 32;  // slots of a chunk
 
 // e^x for x <= 0: 2^n, and a polynomial for the rest.
-BF16 static inline __m512 exponential(__m512 x) {
+CPU static inline __m512 exponential(__m512 x) {
     const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
     const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_mul_ps(_mm512_sub_ps(t, n), _mm512_set1_ps(0.69314718f));
@@ -959,7 +963,7 @@ BF16 static inline __m512 exponential(__m512 x) {
 }
 
 // Two rows of 32 numbers as pairs, one of each, and two lines of the next chunk asked for.
-BF16 static inline void pairs(const uint16_t* a, const uint16_t* b, const uint16_t* next, const uint16_t* other,
+CPU static inline void pairs(const uint16_t* a, const uint16_t* b, const uint16_t* next, const uint16_t* other,
                               __m512bh* low, __m512bh* high) {
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
     _mm_prefetch((const char*)next, _MM_HINT_T0);
@@ -969,7 +973,7 @@ BF16 static inline void pairs(const uint16_t* a, const uint16_t* b, const uint16
 }
 
 // Sums for the numbers of `low` and `high`, back in order.
-BF16 static inline void in_order(__m512 low, __m512 high, float* to) {
+CPU static inline void in_order(__m512 low, __m512 high, float* to) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, first, high));
@@ -983,63 +987,94 @@ static inline float as_float(uint16_t x) {
     return y;
 }
 
-// Which of a chunk's slots hold a token, of which `left` are there.
-BF16 static inline uint32_t alive(const int32_t* slot_pos, int64_t left) {
+// Which of a chunk's slots, of which `left` are there, hold a token at a position from `first` to `last`.
+CPU static inline uint32_t alive(const int32_t* slot_pos, int64_t left, int64_t first = 0, int64_t last = INT32_MAX) {
+    const __m512i low = _mm512_set1_epi32(first), high = _mm512_set1_epi32(std::max<int64_t>(last, -1));
     const uint32_t there = left >= C ? ~0u : left > 0 ? (1u << left) - 1 : 0;
-    const uint32_t low = ~_mm512_movepi32_mask(_mm512_maskz_loadu_epi32(there, slot_pos)) & 0xffff;
-    const uint32_t high = ~_mm512_movepi32_mask(_mm512_maskz_loadu_epi32(there >> 16, slot_pos + 16)) & 0xffff;
-    return (low | high << 16) & there;
+    uint32_t live = 0;
+    for (int h = 0; h < 2; h++) {
+        const __mmask16 some = there >> 16 * h;
+        const __m512i pos = _mm512_maskz_loadu_epi32(some, slot_pos + 16 * h);
+        const __mmask16 late = _mm512_mask_cmpge_epi32_mask(some, pos, low);
+        live |= (uint32_t)_mm512_mask_cmple_epi32_mask(late, pos, high) << 16 * h;
+    }
+    return live;
 }
 
-BF16 static inline __m512bh both(const uint16_t* pair) { return (__m512bh)_mm512_set1_epi32(*(const int32_t*)pair); }
+CPU static inline __m512bh both(const uint16_t* pair) { return (__m512bh)_mm512_set1_epi32(*(const int32_t*)pair); }
 
-// G queries of a head over n chunks: q [G,D], keys k [*,D,C] and values v [*,C,D], of which `at` names the chunks,
-// slot_pos of `slots` slots, -1 where empty -> y [G,D], lse [G], and scores [G,*], one row `stride` after the other.
-template <int G>
-BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* slot_pos,
-                        const int32_t* at, int64_t n, int64_t slots, int64_t D, int64_t stride, float scale,
-                        float* scores, float* y, float* lse) {
-    __m512 top[G], total[G], a[G], b[G];
-    std::vector<uint32_t> live(n);
-    std::vector<uint16_t> share(G * C), nothing(D);
-    std::vector<float> sums(G * D);
-    for (int g = 0; g < G; g++) top[g] = _mm512_set1_ps(-1e30f), total[g] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < n; c++) {
-        live[c] = alive(slot_pos + c * C, slots - c * C);
+// Keys or values as they are written down, chunk by chunk: C slots of bf16 numbers, or of codes, then scales and zeros
+// (fp16) of units of `span` channels, each in `groups`, which are packed as `pack` does.
+struct Store { const uint8_t *codes, *shared; int64_t span, groups; };
+
+// What G query heads meet: n chunks, which of them (`at`), which of their slots (`live`), and scores [G,*], one row
+// `stride` after the other.
+struct Part { const int32_t* at; const uint32_t* live; int64_t n, D, stride; float* scores; };
+
+struct alignas(64) Line { union { float f[16]; int8_t b[64]; }; };
+
+// q [G,D] -> scores, of all slots of a chunk that has a live one.
+template <int BITS>
+static void keys(const float* q, const Store& k, const Part& part, float scale);
+
+// Weights e^(score - top) of values -> their sums [G], and what they come to, y [G,D].
+template <int BITS>
+static void values(const Store& v, const Part& part, const float* top, float* sum, float* y);
+
+// Keys of bf16: [D,C] a chunk.
+template <>
+CPU void keys<16>(const float* q, const Store& k, const Part& part, float scale) {
+    const int64_t D = part.D;
+    std::vector<uint16_t> small(G * D);
+    for (int64_t i = 0; i < G * D; i++) std::memcpy(&small[i], (const char*)(q + i) + 2, 2);  // they were bf16
+    for (int64_t c = 0; c < part.n; c++) {
+        if (!part.live[c]) continue;
+        const uint16_t* key = (const uint16_t*)k.codes + part.at[c] * D * C;
+        const uint16_t* next = (const uint16_t*)k.codes + part.at[c + 1 < part.n ? c + 1 : c] * D * C;
+        __m512 a[G], b[G];
         for (int g = 0; g < G; g++) a[g] = b[g] = _mm512_setzero_ps();
-        const uint16_t *key = k + at[c] * D * C, *next = k + at[c + 1 < n ? c + 1 : c] * D * C;
-        for (int64_t d = 0; d < (live[c] ? D : 0); d += 2) {
+        for (int64_t d = 0; d < D; d += 2) {
             __m512bh low, high;
             pairs(key + d * C, key + (d + 1) * C, next + d * C, next + (d + 1) * C, &low, &high);
             for (int g = 0; g < G; g++) {
-                a[g] = _mm512_dpbf16_ps(a[g], low, both(q + g * D + d));
-                b[g] = _mm512_dpbf16_ps(b[g], high, both(q + g * D + d));
+                a[g] = _mm512_dpbf16_ps(a[g], low, both(&small[g * D + d]));
+                b[g] = _mm512_dpbf16_ps(b[g], high, both(&small[g * D + d]));
             }
         }
-        for (int g = 0; g < G; g++) {
-            float* to = scores + g * stride + c * C;
-            in_order(_mm512_mul_ps(a[g], _mm512_set1_ps(scale)), _mm512_mul_ps(b[g], _mm512_set1_ps(scale)), to);
-            const __m512 never = _mm512_set1_ps(-INFINITY);
-            const __m512 low = _mm512_mask_loadu_ps(never, live[c], to);
-            const __m512 high = _mm512_mask_loadu_ps(never, live[c] >> 16, to + 16);
-            _mm512_storeu_ps(to, low);
-            _mm512_storeu_ps(to + 16, high);
-            top[g] = _mm512_max_ps(top[g], _mm512_max_ps(low, high));
-        }
+        const __m512 by = _mm512_set1_ps(scale);
+        for (int g = 0; g < G; g++)
+            in_order(_mm512_mul_ps(a[g], by), _mm512_mul_ps(b[g], by), part.scores + g * part.stride + c * C);
     }
-    for (int g = 0; g < G; g++) top[g] = _mm512_set1_ps(_mm512_reduce_max_ps(top[g]));
-    for (int64_t c = 0; c < n; c++) {
-        if (!live[c]) continue;
+}
+
+// The weights of a chunk's slots in query head g, before the division by their sum, to which they are added.
+CPU static inline void weigh(const Part& part, const float* top, int g, int64_t c, __m512* p, __m512* total) {
+    for (int h = 0; h < 2; h++) {
+        const __m512 score = _mm512_loadu_ps(part.scores + g * part.stride + c * C + 16 * h);
+        p[h] = exponential(_mm512_sub_ps(score, _mm512_set1_ps(top[g])));
+        *total = _mm512_add_ps(*total, p[h]);
+    }
+}
+
+// Values of bf16: [C,D] a chunk. Weights are rounded to bf16.
+template <>
+CPU void values<16>(const Store& v, const Part& part, const float* top, float* sum, float* y) {
+    const int64_t D = part.D;
+    std::vector<uint16_t> share(G * C), nothing(D);
+    std::vector<float> sums(G * D);
+    __m512 total[G], a[G], b[G];
+    for (int g = 0; g < G; g++) total[g] = _mm512_setzero_ps();
+    for (int64_t c = 0; c < part.n; c++) {
+        if (!part.live[c]) continue;
         for (int g = 0; g < G; g++) {
-            const float* from = scores + g * stride + c * C;
-            const __m512 low = exponential(_mm512_sub_ps(_mm512_loadu_ps(from), top[g]));
-            const __m512 high = exponential(_mm512_sub_ps(_mm512_loadu_ps(from + 16), top[g]));
-            total[g] = _mm512_add_ps(total[g], _mm512_add_ps(low, high));
-            _mm512_storeu_si512(share.data() + g * C, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            __m512 p[2];
+            weigh(part, top, g, c, p, &total[g]);
+            _mm512_storeu_si512(share.data() + g * C, (__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));
         }
-        const uint16_t *value = v + at[c] * C * D, *next = v + at[c + 1 < n ? c + 1 : c] * C * D;
+        const uint16_t* value = (const uint16_t*)v.codes + part.at[c] * C * D;
+        const uint16_t* next = (const uint16_t*)v.codes + part.at[c + 1 < part.n ? c + 1 : c] * C * D;
         const uint16_t* row[C];  // in an empty slot may be anything, and 0 * NaN is NaN
-        for (int i = 0; i < C; i++) row[i] = live[c] >> i & 1 ? value + i * D : nothing.data();
+        for (int i = 0; i < C; i++) row[i] = part.live[c] >> i & 1 ? value + i * D : nothing.data();
         for (int64_t e = 0; e < D; e += 32) {
             for (int g = 0; g < G; g++) {
                 a[g] = _mm512_loadu_ps(&sums[g * D + e]);
@@ -1061,18 +1096,232 @@ BF16 static void attend(const uint16_t* q, const uint16_t* k, const uint16_t* v,
         }
     }
     for (int g = 0; g < G; g++) {
-        const float sum = _mm512_reduce_add_ps(total[g]);
-        lse[g] = sum > 0 ? _mm512_cvtss_f32(top[g]) + std::log(sum) : -INFINITY;
+        sum[g] = _mm512_reduce_add_ps(total[g]);
         for (int64_t e = 0; e < D; e += 32)
             in_order(_mm512_loadu_ps(&sums[g * D + e]), _mm512_loadu_ps(&sums[g * D + e + 16]), y + g * D + e);
-        for (int64_t d = 0; d < D; d++) y[g * D + d] *= sum > 0 ? 1 / sum : 0;
+    }
+}
+
+// Codes are bytes without a sign, of which four at once meet four bytes with one. What they are multiplied with has two
+// such digits, 128 a + b, 15 bits: more than bf16 has.
+constexpr int DIGITS = 127 * 128;
+CPU static inline __m512i digits(__m512i a, __m512i b) { return _mm512_add_epi32(_mm512_slli_epi32(a, 7), b); }
+
+// The bytes of four vectors, `apart` bytes from each other, so that four of one place lie side by side.
+CPU static inline void side_by_side(const uint8_t* x, int64_t apart, __m512i* z) {
+    const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + apart);
+    const __m512i c = _mm512_loadu_si512(x + 2 * apart), d = _mm512_loadu_si512(x + 3 * apart);
+    const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
+    const __m512i AB = _mm512_unpackhi_epi8(a, b), CD = _mm512_unpackhi_epi8(c, d);
+    z[0] = _mm512_unpacklo_epi16(ab, cd), z[1] = _mm512_unpackhi_epi16(ab, cd);
+    z[2] = _mm512_unpacklo_epi16(AB, CD), z[3] = _mm512_unpackhi_epi16(AB, CD);
+}
+
+// The codes of plane j.
+template <int BITS>
+CPU static inline __m512i unpacked(__m512i z, int j) {
+    if (BITS == 8) return z;
+    return _mm512_and_si512(j ? _mm512_srli_epi16(z, BITS * j) : z, _mm512_set1_epi8((1 << BITS) - 1));
+}
+
+// 32 numbers of fp16.
+CPU static inline void halves(const uint8_t* x, __m512* two) {
+    for (int h = 0; h < 2; h++) two[h] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x + h));
+}
+
+CPU static inline void fetch(const uint8_t* x, int64_t lines) {
+    for (int64_t i = 0; i < lines; i++) _mm_prefetch((const char*)x + 64 * i, _MM_HINT_T0);
+}
+
+// Keys of codes: [D*BITS/8,C] bytes a chunk. Four vectors are eight rows: even ones in the lower half, odd ones in the
+// upper, and in z[v] slots 4 v to 4 v + 3 and 16 more than that.
+template <int BITS>
+CPU static void keys(const float* q, const Store& k, const Part& part, float scale) {
+    constexpr int P = 8 / BITS;
+    const int64_t r = k.groups, bytes = k.span / P, rows = part.D / P, groups = part.D / k.span * r, blocks = rows / 8;
+    std::vector<Line> query(2 * P * blocks * G);
+    std::vector<float> sum(G * groups);
+    float unit[G];
+    for (int g = 0; g < G; g++) {
+        float top = 1e-30f;
+        for (int64_t d = 0; d < part.D; d++) top = std::max(top, std::abs(q[g * part.D + d]));
+        unit[g] = top / DIGITS;
+        for (int64_t d = 0; d < part.D; d++) {
+            const int64_t u = d / k.span, j = d % k.span / bytes, row = u * bytes + d % bytes;
+            const int number = std::lrint(q[g * part.D + d] / unit[g]), a = (number + 64) >> 7;
+            sum[g * groups + u * r + j * r / P] += number;
+            int8_t* to = query[((j * blocks + row / 8) * G + g) * 2].b + row % 2 * 32 + row % 8 / 2;
+            for (int i = 0; i < 32; i += 4) to[i] = a, to[i + sizeof(Line)] = number - 128 * a;
+        }
+    }
+    __m512i lanes[4];  // a scale for every slot of z[v]
+    for (int v = 0; v < 4; v++)
+        lanes[v] = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 0, 1, 2, 3, 16, 17, 18, 19),
+                                    _mm512_set1_epi32(4 * v));
+    for (int64_t c = 0; c < part.n; c++) {
+        if (!part.live[c]) continue;
+        const int64_t ahead = part.at[c + 1 < part.n ? c + 1 : c];
+        const uint8_t *code = k.codes + part.at[c] * rows * C, *next = k.codes + ahead * rows * C;
+        const uint8_t* shared = k.shared + part.at[c] * groups * 4 * C;
+        fetch(k.shared + ahead * groups * 4 * C, groups * 2);
+        __m512 score[G][4], rest[G][2], two[2];
+        for (int g = 0; g < G; g++)
+            for (int v = 0; v < 4; v++) score[g][v] = rest[g][v / 2] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < groups; i++) {
+            __m512i a[G][4], b[G][4];
+            for (int g = 0; g < G; g++)
+                for (int v = 0; v < 4; v++) a[g][v] = b[g][v] = _mm512_setzero_si512();
+            for (int64_t block = i / r * bytes / 8; block < (i / r + 1) * bytes / 8; block++) {
+                __m512i z[4];
+                side_by_side(code + block * 256, 64, z);
+                fetch(next + block * 256, i % r ? 0 : 4);
+                for (int j = 0; j < P; j++) {
+                    if (j * r / P != i % r) continue;
+                    for (int v = 0; v < 4; v++) {
+                        const __m512i x = unpacked<BITS>(z[v], j);
+                        for (int g = 0; g < G; g++) {
+                            const Line* asked = &query[((j * blocks + block) * G + g) * 2];
+                            a[g][v] = _mm512_dpbusd_epi32(a[g][v], x, _mm512_load_si512(asked));
+                            b[g][v] = _mm512_dpbusd_epi32(b[g][v], x, _mm512_load_si512(asked + 1));
+                        }
+                    }
+                }
+            }
+            halves(shared + i * 2 * C, two);
+            for (int v = 0; v < 4; v++) {
+                const __m512 by = _mm512_permutex2var_ps(two[0], lanes[v], two[1]);
+                for (int g = 0; g < G; g++)
+                    score[g][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(digits(a[g][v], b[g][v])), by, score[g][v]);
+            }
+            halves(shared + (groups + i) * 2 * C, two);
+            for (int g = 0; g < G; g++)
+                for (int h = 0; h < 2; h++)
+                    rest[g][h] = _mm512_fmadd_ps(_mm512_set1_ps(sum[g * groups + i]), two[h], rest[g][h]);
+        }
+        for (int g = 0; g < G; g++) {
+            __m512 whole[2];  // the halves put together: slots 0, 16, 4, 20 and the three after each; 8, 24, 12, 28
+            for (int h = 0; h < 2; h++) {
+                const __m512 x = score[g][2 * h], y = score[g][2 * h + 1];
+                whole[h] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+            }
+            const __m512 by = _mm512_set1_ps(unit[g] * scale);
+            float* to = part.scores + g * part.stride + c * C;
+            const __m512 low = _mm512_shuffle_f32x4(whole[0], whole[1], 0x88);
+            const __m512 high = _mm512_shuffle_f32x4(whole[0], whole[1], 0xdd);
+            _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_add_ps(low, rest[g][0]), by));
+            _mm512_storeu_ps(to + 16, _mm512_mul_ps(_mm512_add_ps(high, rest[g][1]), by));
+        }
+    }
+}
+
+// Values of codes: [C,D*BITS/8] bytes a chunk. A vector is R slots, or one of the columns of a slot, and a weight times
+// a scale is in units of the largest such product of the chunk.
+template <int BITS>
+CPU static void values(const Store& v, const Part& part, const float* top, float* sum, float* y) {
+    constexpr int P = 8 / BITS;
+    const int64_t r = v.groups, bytes = v.span / P, row = part.D / P, groups = part.D / v.span * r;
+    const int64_t R = std::max<int64_t>(1, 64 / row), columns = std::max<int64_t>(1, row / 64);
+    std::vector<Line> sums(columns * G * P * 4), rest(groups * G), weight(groups * G);  // weight: 32 of a, 32 of b
+    std::vector<int32_t> lane(columns * r * 4);  // where the weights are of the 16 bytes of a lane
+    for (int64_t i = 0; i < columns * r * 4; i++) {
+        const int64_t byte = i % 4 * 16, unit = (byte % row + i / 4 / r * 64) / bytes;
+        lane[i] = (unit * r + i / 4 % r) * G * sizeof(Line) + byte / row * 4;
+    }
+    int32_t slots[16];  // so that the four that side_by_side puts together are next to each other
+    for (int i = 0; i < 16; i++) slots[i] = i / (4 * R) * 4 * R + i % (4 * R) / 4 + i % 4 * R;
+    const __m512i order = _mm512_loadu_si512(slots);
+    __m512 total[G];
+    for (int g = 0; g < G; g++) total[g] = _mm512_setzero_ps();
+    for (int64_t c = 0; c < part.n; c++) {
+        if (!part.live[c]) continue;
+        const int64_t ahead = part.at[c + 1 < part.n ? c + 1 : c];
+        const uint8_t *code = v.codes + part.at[c] * row * C, *next = v.codes + ahead * row * C;
+        const uint8_t* shared = v.shared + part.at[c] * groups * 4 * C;
+        fetch(v.shared + ahead * groups * 4 * C, groups * 2);
+        const __mmask16 live[] = {(__mmask16)part.live[c], (__mmask16)(part.live[c] >> 16)};
+        __m512 p[G][2], unit[G], two[2], widest = _mm512_set1_ps(1e-30f);
+        for (int g = 0; g < G; g++) weigh(part, top, g, c, p[g], &total[g]);
+        for (int64_t i = 0; i < groups; i++) {
+            halves(shared + i * 2 * C, two);
+            for (int h = 0; h < 2; h++) widest = _mm512_mask_max_ps(widest, live[h], widest, two[h]);
+            halves(shared + (groups + i) * 2 * C, two);
+            for (int g = 0; g < G; g++) {
+                float* to = rest[i * G + g].f;
+                __m512 x = _mm512_load_ps(to);
+                for (int h = 0; h < 2; h++) x = _mm512_mask3_fmadd_ps(p[g][h], two[h], x, live[h]);
+                _mm512_store_ps(to, x);
+            }
+        }
+        const float scale = _mm512_reduce_max_ps(widest);
+        for (int g = 0; g < G; g++) {
+            const float most = std::max(_mm512_reduce_max_ps(_mm512_max_ps(p[g][0], p[g][1])) * scale, 1e-30f);
+            unit[g] = _mm512_set1_ps(most / DIGITS);
+            for (int h = 0; h < 2; h++) p[g][h] = _mm512_mul_ps(p[g][h], _mm512_set1_ps(DIGITS / most));
+        }
+        for (int64_t i = 0; i < groups; i++) {
+            halves(shared + i * 2 * C, two);
+            for (int g = 0; g < G; g++)
+                for (int h = 0; h < 2; h++) {
+                    const __m512 x = _mm512_permutexvar_ps(order, _mm512_maskz_mul_ps(live[h], p[g][h], two[h]));
+                    const __m512i number = _mm512_cvtps_epi32(x);
+                    const __m512i a = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(64)), 7);
+                    const __m512i b = _mm512_sub_epi32(number, _mm512_slli_epi32(a, 7));
+                    __m128i* to = (__m128i*)weight[i * G + g].b + h;
+                    _mm_store_si128(to, _mm512_cvtepi32_epi8(a));
+                    _mm_store_si128(to + 2, _mm512_cvtepi32_epi8(b));
+                }
+        }
+        for (int64_t column = 0; column < columns; column++) {
+            __m512i a[G][P][4], b[G][P][4];
+            for (int g = 0; g < G; g++)
+                for (int i = 0; i < 4 * P; i++) a[g][i / 4][i % 4] = b[g][i / 4][i % 4] = _mm512_setzero_si512();
+            for (int64_t slot = 0; slot < C; slot += 4 * R) {
+                __m512i z[4];
+                side_by_side(code + slot * row + column * 64, R * row, z);
+                for (int i = 0; i < 4; i++) fetch(next + slot * row + column * 64 + i * R * row, 1);
+                for (int64_t i = 0; i < r; i++)
+                    for (int g = 0; g < G; g++) {
+                        __m512i by[2];
+                        for (int h = 0; h < 2; h++) {
+                            const int8_t* of = weight[g].b + 32 * h + slot;
+                            const int32_t* l = &lane[(column * r + i) * 4];
+                            by[h] = _mm512_broadcastd_epi32(_mm_loadu_si32(of + l[0]));
+                            by[h] = _mm512_mask_broadcastd_epi32(by[h], 0x00f0, _mm_loadu_si32(of + l[1]));
+                            by[h] = _mm512_mask_broadcastd_epi32(by[h], 0x0f00, _mm_loadu_si32(of + l[2]));
+                            by[h] = _mm512_mask_broadcastd_epi32(by[h], 0xf000, _mm_loadu_si32(of + l[3]));
+                        }
+                        for (int j = 0; j < P; j++) {
+                            if (j * r / P != i) continue;
+                            for (int x = 0; x < 4; x++) {
+                                const __m512i number = unpacked<BITS>(z[x], j);
+                                a[g][j][x] = _mm512_dpbusd_epi32(a[g][j][x], number, by[0]);
+                                b[g][j][x] = _mm512_dpbusd_epi32(b[g][j][x], number, by[1]);
+                            }
+                        }
+                    }
+            }
+            for (int g = 0; g < G; g++)
+                for (int i = 0; i < 4 * P; i++) {
+                    float* to = sums[(column * G + g) * P * 4 + i].f;
+                    const __m512 x = _mm512_cvtepi32_ps(digits(a[g][i / 4][i % 4], b[g][i / 4][i % 4]));
+                    _mm512_store_ps(to, _mm512_fmadd_ps(x, unit[g], _mm512_load_ps(to)));
+                }
+        }
+    }
+    for (int g = 0; g < G; g++) {
+        sum[g] = _mm512_reduce_add_ps(total[g]);
+        for (int64_t d = 0; d < part.D; d++) {
+            const int64_t j = d % v.span / bytes, byte = d / v.span * bytes + d % bytes, i = d / v.span * r + j * r / P;
+            const Line* of = &sums[((byte / 64 * G + g) * P + j) * 4 + byte % 16 / 4];
+            y[g * part.D + d] = _mm512_reduce_add_ps(_mm512_load_ps(rest[i * G + g].f));
+            for (int64_t at = byte % 64; at < 64; at += row) y[g * part.D + d] += of->f[at / 16 * 4 + at % 4];
+        }
     }
 }
 
 // What each of n chunks promises G queries by r of their channels, an even number: those where |q| times spread [D] is
 // largest. -inf where no token is.
-template <int G>
-BF16 static void promise(const uint16_t* q, const uint16_t* k, const int32_t* slot_pos, const int32_t* at,
+CPU static void promise(const uint16_t* q, const uint16_t* k, const int32_t* slot_pos, const int32_t* at,
                          const float* spread, int64_t n, int64_t slots, int64_t D, int64_t r, float* best) {
     std::vector<float> weight(D);
     std::vector<int64_t> row(D);
@@ -1110,18 +1359,15 @@ BF16 static void promise(const uint16_t* q, const uint16_t* k, const int32_t* sl
 // The m of n chunks of each of H heads that promise most, the first and the newest among them, in order: chosen [H,m],
 // and the positions in their slots, picked [H,m*C].
 extern "C" void choose(const uint16_t* q, const uint16_t* k, const int32_t* slot_pos, const int32_t* at,
-                       const float* spread, int64_t* chosen, int32_t* picked, int64_t H, int64_t G, int64_t D,
-                       int64_t S, int64_t n, int64_t r, int64_t m) {
-    void (*const of[])(const uint16_t*, const uint16_t*, const int32_t*, const int32_t*, const float*, int64_t, int64_t,
-                       int64_t, int64_t, float*) = {
-        promise<1>, promise<2>, promise<3>, promise<4>, promise<5>, promise<6>, promise<7>, promise<8>};
+                       const float* spread, int64_t* chosen, int32_t* picked, int64_t H, int64_t D, int64_t S,
+                       int64_t n, int64_t r, int64_t m) {
     const int64_t N = H < 8 ? 4 : 1;  // pieces of a head, so that few heads give work to all cores
     std::vector<float> promises(H * n);
     #pragma omp parallel for schedule(dynamic)
     for (int64_t i = 0; i < H * N; i++) {
         const int64_t h = i / N, from = n * (i % N) / N, to = n * (i % N + 1) / N, slot = from * C;
-        of[G - 1](q + h * G * D, k, slot_pos + h * S + slot, at + h * n + from, spread + h * D, to - from, S - slot, D,
-                  r, promises.data() + h * n + from);
+        promise(q + h * G * D, k, slot_pos + h * S + slot, at + h * n + from, spread + h * D, to - from, S - slot, D, r,
+                promises.data() + h * n + from);
     }
     #pragma omp parallel for schedule(dynamic)
     for (int64_t h = 0; h < H; h++) {
@@ -1145,18 +1391,37 @@ extern "C" void choose(const uint16_t* q, const uint16_t* k, const int32_t* slot
     }
 }
 
-// Each of H heads in N pieces: q [H,G,D], at [H,n], slot_pos [H,S] -> y [H,N,G,D], lse [H,N,G], scores [H,G,n*C].
-extern "C" void attend_bf16(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* slot_pos,
-                            const int32_t* at, float* y, float* lse, float* scores, int64_t H, int64_t G, int64_t D,
-                            int64_t S, int64_t n, int64_t N, float scale) {
-    void (*const of[])(const uint16_t*, const uint16_t*, const uint16_t*, const int32_t*, const int32_t*, int64_t,
-                       int64_t, int64_t, int64_t, float, float*, float*, float*) = {
-        attend<1>, attend<2>, attend<3>, attend<4>, attend<5>, attend<6>, attend<7>, attend<8>};
+// Each of B*H heads in N pieces: q [B*H,G,D], at [B*H,n], slot_pos [B*H,S], pos [B] -> y [B*H,N,G,D], lse [B*H,N,G],
+// scores [B*H,G,n*C], -inf where no token is, or one below `sink` or of the newest `length`, which is read elsewhere.
+extern "C" void attend(const float* q, const uint8_t* k, const uint8_t* k_shared, const uint8_t* v,
+                       const uint8_t* v_shared, const int32_t* slot_pos, const int64_t* pos, const int32_t* at,
+                       float* y, float* lse, float* scores, const int64_t* form, int64_t B, int64_t H, int64_t D,
+                       int64_t S, int64_t n, int64_t N, float scale) {
+    const Store key{k, k_shared, form[0], form[1]}, value{v, v_shared, form[2], form[3]};
     #pragma omp parallel for schedule(dynamic)
-    for (int64_t i = 0; i < H * N; i++) {
-        const int64_t h = i / N, from = n * (i % N) / N, to = n * (i % N + 1) / N, slot = from * C;
-        of[G - 1](q + h * G * D, k, v, slot_pos + h * S + slot, at + h * n + from, to - from, S - slot, D, n * C, scale,
-                  scores + h * G * n * C + slot, y + i * G * D, lse + i * G);
+    for (int64_t i = 0; i < B * H * N; i++) {
+        const int64_t h = i / N, from = n * (i % N) / N, to = n * (i % N + 1) / N;
+        std::vector<uint32_t> live(to - from);
+        std::vector<float> top(G, -1e30f), sum(G);
+        for (int64_t c = from; c < to; c++)
+            live[c - from] = alive(slot_pos + h * S + c * C, S - c * C, form[5], pos[h / H] - form[4]);
+        const Part part{at + h * n + from, live.data(), to - from, D, n * C, scores + h * G * n * C + from * C};
+        keys<K_BITS>(q + h * G * D, key, part, scale);
+        for (int64_t g = 0; g < G; g++) {
+            __m512 most = _mm512_set1_ps(-1e30f);
+            for (int64_t c = 0; c < 2 * part.n; c++) {
+                float* row = part.scores + g * part.stride + c * 16;
+                const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), live[c / 2] >> c % 2 * 16, row);
+                _mm512_storeu_ps(row, x);
+                most = _mm512_max_ps(most, x);
+            }
+            top[g] = _mm512_reduce_max_ps(most);
+        }
+        values<V_BITS>(value, part, top.data(), sum.data(), y + i * G * D);
+        for (int64_t g = 0; g < G; g++) {
+            lse[i * G + g] = sum[g] > 0 ? top[g] + std::log(sum[g]) : -INFINITY;
+            for (int64_t d = 0; d < D; d++) y[(i * G + g) * D + d] *= sum[g] > 0 ? 1 / sum[g] : 0;
+        }
     }
 }
 """
@@ -1176,27 +1441,25 @@ def compile_native() -> bool:
             return False
         from torch._inductor.codecache import CppCodeCache
 
-        library = CppCodeCache.load(SOURCE)
-        rows_of, attention_of, choice_of = library.few_rows, library.attend_bf16, library.choose
+        rows_of = CppCodeCache.load(COMMON + ROWS).few_rows
     except Exception:  # no compiler, or an old one
         return False
-    choice_of.argtypes, choice_of.restype = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 7, None
     rows_of.argtypes, rows_of.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
-    attention_of.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6 + [ctypes.c_float]
-    attention_of.restype = None
 
     def few_rows(x: Tensor, weight: Tensor, y: Tensor) -> None:
         rows_of(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
 
-    def attention(q, k, v, slot_pos, table, pieces, y, lse, scores) -> None:
+    def attention(q, k, k_shared, v, v_shared, slot_pos, pos, table, form, pieces, y, lse, scores) -> None:
         (B, H, G, D), n = q.shape, table.shape[2]
-        addresses = [x.data_ptr() for x in (q, k, v, slot_pos, table, y, lse, scores)]
-        attention_of(*addresses, B * H, G, D, slot_pos.shape[2], n, pieces, D**-0.5)
+        addresses = [x.data_ptr() for x in (q, k, k_shared, v, v_shared, slot_pos, pos, table, y, lse, scores)]
+        k_bits, v_bits, *form = form
+        form = (ctypes.c_int64 * len(form))(*form)
+        attention_of(G, k_bits, v_bits).attend(*addresses, form, B, H, D, slot_pos.shape[2], n, pieces, D**-0.5)
 
     def choice(q, k, slot_pos, table, spread, r, m, chosen, picked) -> None:
         (B, H, G, D), n = q.shape, table.shape[2]
         addresses = [x.data_ptr() for x in (q, k, slot_pos, table, spread, chosen, picked)]
-        choice_of(*addresses, B * H, G, D, slot_pos.shape[2], n, r, m)
+        attention_of(G, 16, 16).choose(*addresses, B * H, D, slot_pos.shape[2], n, r, m)
 
     native("few_rows(Tensor x, Tensor weight) -> Tensor", few_rows, few_rows_shape)
     native(
@@ -1205,11 +1468,25 @@ def compile_native() -> bool:
         choose_shape,
     )
     native(
-        "attend(Tensor q, Tensor k, Tensor v, Tensor slot_pos, Tensor table, int pieces) -> (Tensor, Tensor, Tensor)",
+        "attend(Tensor q, Tensor k, Tensor k_shared, Tensor v, Tensor v_shared, Tensor slot_pos, Tensor pos, "
+        "Tensor table, int[] form, int pieces) -> (Tensor, Tensor, Tensor)",
         attention,
         attend_shape,
     )
     return True
+
+
+@functools.cache
+def attention_of(heads: int, k_bits: int, v_bits: int) -> ctypes.CDLL:
+    """ATTENTION for so many query heads of a KV head, and keys and values of so many bits."""
+    from torch._inductor.codecache import CppCodeCache
+
+    given = f"constexpr int G = {heads}, K_BITS = {k_bits}, V_BITS = {v_bits};\n"
+    library = CppCodeCache.load(COMMON + given + ATTENTION)
+    library.attend.argtypes = [ctypes.c_void_p] * 12 + [ctypes.c_int64] * 6 + [ctypes.c_float]
+    library.choose.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 6
+    library.attend.restype = library.choose.restype = None
+    return library
 
 
 def native(schema: str, function: Callable, shape: Callable, devices: tuple[str, ...] = ("CPU",)) -> None:
@@ -1243,25 +1520,27 @@ def choose_shape(q, k, slot_pos, table, spread, r: int, m: int) -> tuple[Tensor,
     return slot_pos.new_empty(B, H, m, dtype=torch.int64), slot_pos.new_empty(B, H, m * CHUNK)
 
 
-def attend_shape(q, k, v, slot_pos, table, pieces: int) -> tuple[Tensor, Tensor, Tensor]:
+def attend_shape(q, k, k_shared, v, v_shared, slot_pos, pos, table, form, pieces) -> tuple[Tensor, Tensor, Tensor]:
     (B, H, G, D), n = q.shape, table.shape[2]
-    new = functools.partial(q.new_empty, dtype=torch.float32)
-    return new(B, H, pieces, G, D), new(B, H, pieces, G), new(B, H, G, n * CHUNK)
+    return q.new_empty(B, H, pieces, G, D), q.new_empty(B, H, pieces, G), q.new_empty(B, H, G, n * CHUNK)
 
 
 def has_native(q: Tensor, k: "Written | None", v: "Written | None") -> bool:
     """Is `attend_native` for such queries [B,H,G,D] and such a cache?"""
-    if (
-        not NATIVE
-        or not torch.compiler.is_compiling()
-        or q.dtype != torch.bfloat16
-        or q.shape[2] > 8
-        or q.shape[3] % 32
-    ):
+
+    def fits(store: "Written | None", dim: int) -> bool:
+        if store is None or store.codes.shape[dim] != CHUNK:  # smaller pages have smaller chunks
+            return False
+        row = q.shape[3] * store.bits // 8  # bytes of a slot's codes: vectors of 64 hold whole ones, or they vectors
+        return store.number == "float" or (
+            (store.number, store.scale) == ("int", "range")
+            and store.span * store.bits // 8 % 16 == 0
+            and (row % 64 == 0 or 64 % row == 0)
+        )
+
+    if not NATIVE or not torch.compiler.is_compiling() or q.dtype != torch.bfloat16:
         return False
-    if k is None or v is None or k.number != "float" or v.number != "float":
-        return False
-    return k.codes.shape[-1] == v.codes.shape[-2] == CHUNK  # smaller pages have smaller chunks
+    return q.shape[2] <= 8 and q.shape[3] % 32 == 0 and fits(k, -1) and fits(v, -2)
 
 
 def in_order(q: Tensor, k: "Written") -> Tensor:
@@ -1280,14 +1559,27 @@ def choose(
 
 
 def attend_native(
-    q: Tensor, k: "Written", v: "Written", slot_pos: Tensor, table: Tensor | None
+    q: Tensor,
+    k: "Written",
+    v: "Written",
+    slot_pos: Tensor,
+    pos: Tensor,
+    table: Tensor | None,
+    length: int = 0,
+    sink: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one query a head over slots of bf16, as `attend`: q [B,H,G,D] in bf16, not scaled, slot_pos [B,H,S]
-    -> y [B,H,N,G,D], log-sum-exp [B,H,N,G] of N pieces and scores [B,H,G,n*C]. Weights are rounded to bf16."""
+    """Attention of one query a head, as `attend`, but not over tokens of a ring, those below `sink` and the newest
+    `length`: q [B,H,G,D] float32, as keys are written but not scaled, slot_pos [B,H,S], pos [B]
+    -> y [B,H,N,G,D], log-sum-exp [B,H,N,G] of N pieces and scores [B,H,G,n*C]. Weights that meet bf16 values are
+    rounded to bf16; what meets codes has 15 bits: queries of its head's largest number, weights of its chunk's."""
     B, H = q.shape[:2]
     table = in_order(q, k) if table is None else table
     pieces = min(4, -(-2 * CORES // (B * H))) if CORES > 1 else 1  # work for all cores, where heads are few
-    return torch.ops.kv_fast.attend(q.contiguous(), k.codes, v.codes, slot_pos.contiguous(), table.contiguous(), pieces)
+    stores = [x for store in (k, v) for x in (store.codes, store.codes if store.shared is None else store.shared)]
+    form = [k.bits or 16, v.bits or 16, k.span, k.groups, v.span, v.groups, length, sink]
+    return torch.ops.kv_fast.attend(
+        q.contiguous(), *stores, slot_pos.contiguous(), pos.contiguous(), table.contiguous(), form, pieces
+    )
 
 
 LIBRARY = torch.library.Library("kv_fast", "DEF")  # it lives as long as this does
