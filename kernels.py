@@ -1103,9 +1103,11 @@ CPU void values<16>(const Store& v, const Part& part, const float* top, float* s
 }
 
 // Codes are bytes without a sign, of which four at once meet four bytes with one. What they are multiplied with has two
-// such digits, 128 a + b, 15 bits: more than bf16 has.
-constexpr int DIGITS = 127 * 128;
-CPU static inline __m512i digits(__m512i a, __m512i b) { return _mm512_add_epi32(_mm512_slli_epi32(a, 7), b); }
+// such digits, 256 a + b, 16 bits: more than bf16 has.
+constexpr int DIGITS = 127 * 256;
+CPU static inline __m512 digits(__m512i a, __m512i b) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(a, 8), b));
+}
 
 // The bytes of four vectors, `apart` bytes from each other, so that four of one place lie side by side.
 CPU static inline void side_by_side(const uint8_t* x, int64_t apart, __m512i* z) {
@@ -1129,6 +1131,10 @@ CPU static inline void halves(const uint8_t* x, __m512* two) {
     for (int h = 0; h < 2; h++) two[h] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x + h));
 }
 
+CPU static inline __m512i two_lines(const Line* x, __m512i at) {
+    return _mm512_permutex2var_epi32(_mm512_load_si512(x), at, _mm512_load_si512(x + 1));
+}
+
 CPU static inline void fetch(const uint8_t* x, int64_t lines) {
     for (int64_t i = 0; i < lines; i++) _mm_prefetch((const char*)x + 64 * i, _MM_HINT_T0);
 }
@@ -1148,10 +1154,11 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
         unit[g] = top / DIGITS;
         for (int64_t d = 0; d < part.D; d++) {
             const int64_t u = d / k.span, j = d % k.span / bytes, row = u * bytes + d % bytes;
-            const int number = std::lrint(q[g * part.D + d] / unit[g]), a = (number + 64) >> 7;
+            const int number = std::lrint(q[g * part.D + d] / unit[g]), a = (number + 128) >> 8;
             sum[g * groups + u * r + j * r / P] += number;
-            int8_t* to = query[((j * blocks + row / 8) * G + g) * 2].b + row % 2 * 32 + row % 8 / 2;
-            for (int i = 0; i < 32; i += 4) to[i] = a, to[i + sizeof(Line)] = number - 128 * a;
+            Line* of = &query[((j * blocks + row / 8) * G + g) * 2];
+            const int at = row % 2 * 32 + row % 8 / 2;
+            for (int i = at; i < at + 32; i += 4) of[0].b[i] = a, of[1].b[i] = number - 256 * a;
         }
     }
     __m512i lanes[4];  // a scale for every slot of z[v]
@@ -1160,7 +1167,7 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
                                     _mm512_set1_epi32(4 * v));
     for (int64_t c = 0; c < part.n; c++) {
         if (!part.live[c]) continue;
-        const int64_t ahead = part.at[c + 1 < part.n ? c + 1 : c];
+        const int64_t ahead = part.at[std::min(c + 4, part.n - 1)];
         const uint8_t *code = k.codes + part.at[c] * rows * C, *next = k.codes + ahead * rows * C;
         const uint8_t* shared = k.shared + part.at[c] * groups * 4 * C;
         fetch(k.shared + ahead * groups * 4 * C, groups * 2);
@@ -1191,7 +1198,7 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
             for (int v = 0; v < 4; v++) {
                 const __m512 by = _mm512_permutex2var_ps(two[0], lanes[v], two[1]);
                 for (int g = 0; g < G; g++)
-                    score[g][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(digits(a[g][v], b[g][v])), by, score[g][v]);
+                    score[g][v] = _mm512_fmadd_ps(digits(a[g][v], b[g][v]), by, score[g][v]);
             }
             halves(shared + (groups + i) * 2 * C, two);
             for (int g = 0; g < G; g++)
@@ -1214,105 +1221,132 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
     }
 }
 
-// Values of codes: [C,D*BITS/8] bytes a chunk. A vector is R slots, or one of the columns of a slot, and a weight times
-// a scale is in units of the largest such product of the chunk.
+// Values of codes: [C,D*BITS/8] bytes a chunk. A vector is R slots, or one of the columns of a slot. Weights times
+// scales are in units of the largest such product of a few chunks.
 template <int BITS>
-CPU static void values(const Store& v, const Part& part, const float* top, float* sum, float* y) {
-    constexpr int P = 8 / BITS;
-    const int64_t r = v.groups, bytes = v.span / P, row = part.D / P, groups = part.D / v.span * r;
-    const int64_t R = std::max<int64_t>(1, 64 / row), columns = std::max<int64_t>(1, row / 64);
-    std::vector<Line> sums(columns * G * P * 4), rest(groups * G), weight(groups * G);  // weight: 32 of a, 32 of b
-    std::vector<int32_t> lane(columns * r * 4);  // where the weights are of the 16 bytes of a lane
-    for (int64_t i = 0; i < columns * r * 4; i++) {
-        const int64_t byte = i % 4 * 16, unit = (byte % row + i / 4 / r * 64) / bytes;
-        lane[i] = (unit * r + i / 4 % r) * G * sizeof(Line) + byte / row * 4;
-    }
+CPU void values(const Store& v, const Part& part, const float* top, float* sum, float* y) {
+    constexpr int P = 8 / BITS, FEW = 4;
+    const int64_t r = v.groups, bytes = v.span / P, row = part.D / P, units = part.D / v.span, groups = units * r;
+    const int64_t R = std::max<int64_t>(1, 64 / row), columns = std::max<int64_t>(1, row / 64), blocks = C / (4 * R);
+    std::vector<Line> sums(G * columns * P * 4), rest(groups * G), code(P * FEW * blocks * 4);
+    std::vector<Line> weight(FEW * G * groups + 3);  // of each group: b and a of slots 0, 16, 4, 20, .. and three after
     int32_t slots[16];  // so that the four that side_by_side puts together are next to each other
     for (int i = 0; i < 16; i++) slots[i] = i / (4 * R) * 4 * R + i % (4 * R) / 4 + i % 4 * R;
     const __m512i order = _mm512_loadu_si512(slots);
+    const bool more = bytes * 4 <= std::min<int64_t>(row, 64);  // are there four units in a vector?
+    __m512i lanes[C / 4][2];  // where two lines of weights have those of a block: b, and a
+    for (int64_t i = 0; i < blocks * 2; i++) {
+        int32_t at[16];
+        for (int64_t j = 0; j < 16; j++) {
+            const int64_t byte = j / 4 * 16, four = i / 2 * R + byte / row;
+            at[j] = byte % row / bytes % 2 * 16 + four % 4 * 4 + i % 2 * 2 + four / 4;
+        }
+        lanes[i / 2][i % 2] = _mm512_loadu_si512(at);
+    }
+    std::vector<int64_t> chunk;
+    for (int64_t c = 0; c < part.n; c++)
+        if (part.live[c]) chunk.push_back(c);
     __m512 total[G];
     for (int g = 0; g < G; g++) total[g] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < part.n; c++) {
-        if (!part.live[c]) continue;
-        const int64_t ahead = part.at[c + 1 < part.n ? c + 1 : c];
-        const uint8_t *code = v.codes + part.at[c] * row * C, *next = v.codes + ahead * row * C;
-        const uint8_t* shared = v.shared + part.at[c] * groups * 4 * C;
-        fetch(v.shared + ahead * groups * 4 * C, groups * 2);
-        const __mmask16 live[] = {(__mmask16)part.live[c], (__mmask16)(part.live[c] >> 16)};
-        __m512 p[G][2], unit[G], two[2], widest = _mm512_set1_ps(1e-30f);
-        for (int g = 0; g < G; g++) weigh(part, top, g, c, p[g], &total[g]);
-        for (int64_t i = 0; i < groups; i++) {
-            halves(shared + i * 2 * C, two);
-            for (int h = 0; h < 2; h++) widest = _mm512_mask_max_ps(widest, live[h], widest, two[h]);
-            halves(shared + (groups + i) * 2 * C, two);
+    for (size_t first = 0; first < chunk.size(); first += FEW) {
+        const int n = std::min<size_t>(FEW, chunk.size() - first);
+        __m512 p[FEW][G][2], unit[G], most[G], two[2], widest = _mm512_set1_ps(1e-30f);
+        for (int g = 0; g < G; g++) most[g] = _mm512_setzero_ps();
+        for (int c = 0; c < n; c++) {
+            const uint8_t* shared = v.shared + part.at[chunk[first + c]] * groups * 4 * C;
+            const uint32_t live = part.live[chunk[first + c]];
+            fetch(v.shared + part.at[chunk[std::min(first + FEW + c, chunk.size() - 1)]] * groups * 4 * C, groups * 2);
             for (int g = 0; g < G; g++) {
-                float* to = rest[i * G + g].f;
-                __m512 x = _mm512_load_ps(to);
-                for (int h = 0; h < 2; h++) x = _mm512_mask3_fmadd_ps(p[g][h], two[h], x, live[h]);
-                _mm512_store_ps(to, x);
+                weigh(part, top, g, chunk[first + c], p[c][g], &total[g]);
+                most[g] = _mm512_max_ps(most[g], _mm512_max_ps(p[c][g][0], p[c][g][1]));
+            }
+            for (int64_t i = 0; i < groups; i++) {
+                halves(shared + i * 2 * C, two);
+                for (int h = 0; h < 2; h++) widest = _mm512_mask_max_ps(widest, live >> 16 * h, widest, two[h]);
+                halves(shared + (groups + i) * 2 * C, two);
+                for (int g = 0; g < G; g++) {
+                    float* to = rest[i * G + g].f;
+                    __m512 x = _mm512_load_ps(to);
+                    for (int h = 0; h < 2; h++) x = _mm512_mask3_fmadd_ps(p[c][g][h], two[h], x, live >> 16 * h);
+                    _mm512_store_ps(to, x);
+                }
             }
         }
         const float scale = _mm512_reduce_max_ps(widest);
         for (int g = 0; g < G; g++) {
-            const float most = std::max(_mm512_reduce_max_ps(_mm512_max_ps(p[g][0], p[g][1])) * scale, 1e-30f);
-            unit[g] = _mm512_set1_ps(most / DIGITS);
-            for (int h = 0; h < 2; h++) p[g][h] = _mm512_mul_ps(p[g][h], _mm512_set1_ps(DIGITS / most));
+            const float largest = std::max(_mm512_reduce_max_ps(most[g]) * scale, 1e-30f);
+            unit[g] = _mm512_set1_ps(largest / DIGITS);
+            most[g] = _mm512_set1_ps(DIGITS / largest);
         }
-        for (int64_t i = 0; i < groups; i++) {
-            halves(shared + i * 2 * C, two);
+        for (int c = 0; c < n; c++) {
+            const uint8_t* shared = v.shared + part.at[chunk[first + c]] * groups * 4 * C;
+            const uint32_t live = part.live[chunk[first + c]];
             for (int g = 0; g < G; g++)
-                for (int h = 0; h < 2; h++) {
-                    const __m512 x = _mm512_permutexvar_ps(order, _mm512_maskz_mul_ps(live[h], p[g][h], two[h]));
-                    const __m512i number = _mm512_cvtps_epi32(x);
-                    const __m512i a = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(64)), 7);
-                    const __m512i b = _mm512_sub_epi32(number, _mm512_slli_epi32(a, 7));
-                    __m128i* to = (__m128i*)weight[i * G + g].b + h;
-                    _mm_store_si128(to, _mm512_cvtepi32_epi8(a));
-                    _mm_store_si128(to + 2, _mm512_cvtepi32_epi8(b));
+                for (int h = 0; h < 2; h++) p[c][g][h] = _mm512_mul_ps(p[c][g][h], most[g]);
+            for (int64_t i = 0; i < groups; i++) {
+                halves(shared + i * 2 * C, two);
+                for (int g = 0; g < G; g++) {
+                    __m512i number[2];  // + 128, so that it begins with a, and b is what is left, + 128
+                    for (int h = 0; h < 2; h++) {
+                        const __m512 x = _mm512_mask3_fmadd_ps(p[c][g][h], two[h], _mm512_set1_ps(128), live >> 16 * h);
+                        number[h] = _mm512_cvtps_epi32(_mm512_permutexvar_ps(order, x));
+                    }
+                    const __m512i both = _mm512_packs_epi32(number[0], number[1]);
+                    const __m512i b = _mm512_xor_si512(both, _mm512_set1_epi16(128));
+                    Line* to = &weight[(c * G + g) * groups + i % r * units + i / r];
+                    _mm512_store_si512(to, _mm512_packus_epi16(_mm512_and_si512(b, _mm512_set1_epi16(255)),
+                                                               _mm512_srli_epi16(both, 8)));
                 }
+            }
         }
         for (int64_t column = 0; column < columns; column++) {
-            __m512i a[G][P][4], b[G][P][4];
-            for (int g = 0; g < G; g++)
-                for (int i = 0; i < 4 * P; i++) a[g][i / 4][i % 4] = b[g][i / 4][i % 4] = _mm512_setzero_si512();
-            for (int64_t slot = 0; slot < C; slot += 4 * R) {
-                __m512i z[4];
-                side_by_side(code + slot * row + column * 64, R * row, z);
-                for (int i = 0; i < 4; i++) fetch(next + slot * row + column * 64 + i * R * row, 1);
-                for (int64_t i = 0; i < r; i++)
-                    for (int g = 0; g < G; g++) {
-                        __m512i by[2];
-                        for (int h = 0; h < 2; h++) {
-                            const int8_t* of = weight[g].b + 32 * h + slot;
-                            const int32_t* l = &lane[(column * r + i) * 4];
-                            by[h] = _mm512_broadcastd_epi32(_mm_loadu_si32(of + l[0]));
-                            by[h] = _mm512_mask_broadcastd_epi32(by[h], 0x00f0, _mm_loadu_si32(of + l[1]));
-                            by[h] = _mm512_mask_broadcastd_epi32(by[h], 0x0f00, _mm_loadu_si32(of + l[2]));
-                            by[h] = _mm512_mask_broadcastd_epi32(by[h], 0xf000, _mm_loadu_si32(of + l[3]));
-                        }
-                        for (int j = 0; j < P; j++) {
-                            if (j * r / P != i) continue;
+            for (int c = 0; c < n; c++) {
+                const int64_t ahead = part.at[chunk[std::min(first + FEW + c, chunk.size() - 1)]];
+                const uint8_t* from = v.codes + part.at[chunk[first + c]] * row * C + column * 64;
+                const uint8_t* next = v.codes + ahead * row * C + column * 64;
+                for (int64_t block = 0; block < blocks; block++) {
+                    __m512i z[4];
+                    side_by_side(from + block * 4 * R * row, R * row, z);
+                    for (int i = 0; i < 4; i++) fetch(next + (4 * block + i) * R * row, 1);
+                    for (int i = 0; i < 4 * P; i++)
+                        _mm512_store_si512(&code[(i / 4 * FEW + c) * blocks * 4 + block * 4 + i % 4],
+                                           unpacked<BITS>(z[i % 4], i / 4));
+                }
+            }
+            for (int64_t j = 0; j < P; j++) {
+                __m512i a[G][4], b[G][4];
+                for (int g = 0; g < G; g++)
+                    for (int x = 0; x < 4; x++) a[g][x] = b[g][x] = _mm512_setzero_si512();
+                for (int c = 0; c < n; c++)
+                    for (int64_t block = 0; block < blocks; block++) {
+                        const Line* number = &code[((j * FEW + c) * blocks + block) * 4];
+                        for (int g = 0; g < G; g++) {
+                            const Line* w = &weight[(c * G + g) * groups + j * r / P * units + column * 64 / bytes];
+                            __m512i by[2];
+                            for (int h = 0; h < 2; h++) by[h] = two_lines(w, lanes[block][h]);
+                            if (more)
+                                for (int h = 0; h < 2; h++)
+                                    by[h] = _mm512_mask_mov_epi32(by[h], 0xff00, two_lines(w + 2, lanes[block][h]));
                             for (int x = 0; x < 4; x++) {
-                                const __m512i number = unpacked<BITS>(z[x], j);
-                                a[g][j][x] = _mm512_dpbusd_epi32(a[g][j][x], number, by[0]);
-                                b[g][j][x] = _mm512_dpbusd_epi32(b[g][j][x], number, by[1]);
+                                const __m512i of = _mm512_load_si512(number + x);
+                                a[g][x] = _mm512_dpbusd_epi32(a[g][x], of, by[1]);
+                                b[g][x] = _mm512_dpbusd_epi32(b[g][x], of, by[0]);
                             }
                         }
                     }
+                for (int g = 0; g < G; g++)
+                    for (int x = 0; x < 4; x++) {
+                        float* to = sums[((g * columns + column) * P + j) * 4 + x].f;
+                        _mm512_store_ps(to, _mm512_fmadd_ps(digits(a[g][x], b[g][x]), unit[g], _mm512_load_ps(to)));
+                    }
             }
-            for (int g = 0; g < G; g++)
-                for (int i = 0; i < 4 * P; i++) {
-                    float* to = sums[(column * G + g) * P * 4 + i].f;
-                    const __m512 x = _mm512_cvtepi32_ps(digits(a[g][i / 4][i % 4], b[g][i / 4][i % 4]));
-                    _mm512_store_ps(to, _mm512_fmadd_ps(x, unit[g], _mm512_load_ps(to)));
-                }
         }
     }
     for (int g = 0; g < G; g++) {
         sum[g] = _mm512_reduce_add_ps(total[g]);
         for (int64_t d = 0; d < part.D; d++) {
             const int64_t j = d % v.span / bytes, byte = d / v.span * bytes + d % bytes, i = d / v.span * r + j * r / P;
-            const Line* of = &sums[((byte / 64 * G + g) * P + j) * 4 + byte % 16 / 4];
+            const Line* of = &sums[((g * columns + byte / 64) * P + j) * 4 + byte % 16 / 4];
             y[g * part.D + d] = _mm512_reduce_add_ps(_mm512_load_ps(rest[i * G + g].f));
             for (int64_t at = byte % 64; at < 64; at += row) y[g * part.D + d] += of->f[at / 16 * 4 + at % 4];
         }
@@ -1535,6 +1569,7 @@ def has_native(q: Tensor, k: "Written | None", v: "Written | None") -> bool:
         return store.number == "float" or (
             (store.number, store.scale) == ("int", "range")
             and store.span * store.bits // 8 % 16 == 0
+            and store.span // store.groups <= 256  # sums of 32 bits
             and (row % 64 == 0 or 64 % row == 0)
         )
 
