@@ -172,9 +172,10 @@ class KVCache(nn.Module):
         plain, chunks, slot_pos = q, None, self.slot_pos
         q = kernels.written(q.float() * q.shape[-1] ** -0.5)
         stores = self.k_store.written(), self.v_store.written()
+        native = kernels.has_native(plain, *stores)
         if self.selection is not None and self.selection.chosen.shape[2]:
             n = self.layout.number_of(self.k_store.stored[0])
-            if isinstance(self.selection, Channels) and kernels.has_native(plain, *stores):
+            if isinstance(self.selection, Channels) and native:
                 table, m = self.layout.places(None, n), self.selection.chosen.shape[2]
                 chunks, slot_pos = kernels.choose(
                     plain, stores[0], slot_pos, table, self.selection.spread, self.selection.rows, m
@@ -183,7 +184,7 @@ class KVCache(nn.Module):
             else:
                 chunks = self.selection(q, slot_pos, self.k_store)
                 slot_pos = kernels.written(pick(slot_pos.view(*slot_pos.shape[:2], n, CHUNK), chunks)).flatten(2)
-        if kernels.has_native(plain, *stores) and not self.policy.relative:
+        if native and not self.policy.relative:
             return self.attend_written(q, pos, *stores, slot_pos, chunks, plain)
         if kernels.has_kernel(q) and None not in stores:
             return self.attend_written(q, pos, *stores, slot_pos, chunks)
@@ -235,10 +236,8 @@ class KVCache(nn.Module):
             y, lse, logits = kernels.attend_native(self.k_store.query(plain.float()), k, v, slot_pos, pos, table, *held)
             logits = logits[..., : slot_pos.shape[2]]
             if ring is not None:
-                rest = self.residual.dot(q)
-                (weight,), total = kernels.softmax([rest])
-                y = torch.cat([y, (self.residual.mix(weight) / total)[:, :, None]], 2)
-                lse = torch.cat([lse, rest.logsumexp(-1)[:, :, None]], 2)
+                *own, rest = self.residual.attend(q)
+                y, lse = torch.cat([y, own[0]], 2), torch.cat([lse, own[1]], 2)
         else:
             y, lse, logits, rest = kernels.attend(
                 asked[0], k, v, slot_pos, pos, ring, asked[1], sinks, self.policy.learns, table
@@ -1523,6 +1522,12 @@ class Residual(nn.Module):
     def mix(self, p: Tensor) -> Tensor:
         """p [B,H,G,rows] float32 -> weighted sum of the values [B,H,G,D]."""
         return (p.unsqueeze(-1) * self.v.float().unsqueeze(2)).sum(-2)
+
+    def attend(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B,H,G,D] float32, scaled -> a piece of attention y [B,H,1,G,D], its log-sum-exp [B,H,1,G], and scores."""
+        scores = self.dot(q)
+        (weights,), total = kernels.softmax([scores])
+        return (self.mix(weights) / total).unsqueeze(2), scores.logsumexp(-1).unsqueeze(2), scores
 
     def spread(self, ours: Tensor, mass: Tensor, slot_pos: Tensor, pos: Tensor) -> Tensor:
         """mass [B,H,S], with that of the tokens that are held here, ours [B,H,rows], where their slots are.

@@ -894,8 +894,9 @@ def merge(lse: Tensor) -> tuple[Tensor, Tensor]:
 # matrix anew for every product. Here a row of the matrix meets all rows of x, 32 products at a time, while the hardware
 # fetches what comes 9 KB later: it does not do so by itself when a core is that busy.
 #
-# `attend_native`: chunks are anywhere, 4 KB each, so that the hardware cannot guess the next; it is asked for while one
-# is computed with. Chunks without a token are not read at all: those of short sequences beside a long one.
+# `attend_native`: chunks are anywhere, so that the hardware cannot guess the next; it is asked for while one is in use.
+# Chunks without a token are not read at all: those of short sequences beside a long one. Integer codes stay bytes, 64
+# to a multiplication, where Inductor's loops make floats of them first.
 
 NATIVE, CORES = False, 1  # are they there, and for how many threads? Set by `build_native`
 
