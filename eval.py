@@ -1198,7 +1198,7 @@ def recorded_calls(f: Callable) -> list[Callable]:
     with kernels.recorded() as calls:
         f()
     assert calls, "nothing was compiled"
-    return [functools.partial(kernel, *args) for kernel, args in calls]
+    return kernels.ready(calls)
 
 
 def weight_bytes(model: Transformer, within: str) -> int:

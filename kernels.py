@@ -17,7 +17,7 @@
     rotation           the signed Hadamard matrix that spreads outlier channels
     attend, merge      a GPU's dot, softmax and mix in one Triton kernel, in pieces, and what puts them together
     all_sum            what processes that share a model compute, together
-    recorded, replay   the kernels of a compiled CPU step, called again without the Python between them
+    recorded, ready    the kernels of a compiled CPU step, called again without the Python between them
 
 On a GPU Triton kernels attend to a cache and weigh a prompt; everything else, on a CPU everything, is plain PyTorch.
 There that *is* the implementation: `dot` and `mix` are products and sums over a dim that is not the innermost one, so
@@ -1147,6 +1147,7 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
     constexpr int P = 8 / BITS;
     const int64_t r = k.groups, bytes = k.span / P, rows = part.D / P, groups = part.D / k.span * r, blocks = rows / 8;
     std::vector<Line> query(2 * P * blocks * G);
+    std::vector<int8_t> digit(query.size() * 8);  // of four even rows, and of four odd ones
     std::vector<float> sum(G * groups);
     float unit[G];
     for (int g = 0; g < G; g++) {
@@ -1157,10 +1158,14 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
             const int64_t u = d / k.span, j = d % k.span / bytes, row = u * bytes + d % bytes;
             const int number = std::lrint(q[g * part.D + d] / unit[g]), a = (number + 128) >> 8;
             sum[g * groups + u * r + j * r / P] += number;
-            Line* of = &query[((j * blocks + row / 8) * G + g) * 2];
-            const int at = row % 2 * 32 + row % 8 / 2;
-            for (int i = at; i < at + 32; i += 4) of[0].b[i] = a, of[1].b[i] = number - 256 * a;
+            int8_t* to = &digit[((j * blocks + row / 8) * G + g) * 16 + row % 2 * 4 + row % 8 / 2];
+            to[0] = a, to[8] = number - 256 * a;
         }
+    }
+    for (size_t i = 0; i < query.size(); i++) {
+        int32_t even, odd;
+        std::memcpy(&even, &digit[i * 8], 4), std::memcpy(&odd, &digit[i * 8 + 4], 4);
+        _mm512_store_si512(&query[i], _mm512_mask_set1_epi32(_mm512_set1_epi32(even), 0xff00, odd));
     }
     __m512i lanes[4];  // a scale for every slot of z[v]
     for (int v = 0; v < 4; v++)
@@ -1345,10 +1350,12 @@ CPU void values(const Store& v, const Part& part, const float* top, float* sum, 
     }
     for (int g = 0; g < G; g++) {
         sum[g] = _mm512_reduce_add_ps(total[g]);
+        for (int64_t i = 0; i < groups; i++)
+            rest[i * G + g].f[0] = _mm512_reduce_add_ps(_mm512_load_ps(rest[i * G + g].f));
         for (int64_t d = 0; d < part.D; d++) {
             const int64_t j = d % v.span / bytes, byte = d / v.span * bytes + d % bytes, i = d / v.span * r + j * r / P;
             const Line* of = &sums[((g * columns + byte / 64) * P + j) * 4 + byte % 16 / 4];
-            y[g * part.D + d] = _mm512_reduce_add_ps(_mm512_load_ps(rest[i * G + g].f));
+            y[g * part.D + d] = rest[i * G + g].f[0];
             for (int64_t at = byte % 64; at < 64; at += row) y[g * part.D + d] += of->f[at / 16 * 4 + at % 4];
         }
     }
@@ -1481,20 +1488,20 @@ def compile_native() -> bool:
         return False
     rows_of.argtypes, rows_of.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
 
-    def few_rows(x: Tensor, weight: Tensor, y: Tensor) -> None:
-        rows_of(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], *weight.shape)
+    def few_rows(x: Tensor, weight: Tensor, y: Tensor) -> Callable:
+        return bound(rows_of, [x, weight, y], x.shape[0], *weight.shape)
 
-    def attention(q, k, k_shared, v, v_shared, slot_pos, pos, table, form, pieces, y, lse, scores) -> None:
+    def attention(q, k, k_shared, v, v_shared, slot_pos, pos, table, form, pieces, y, lse, scores) -> Callable:
         (B, H, G, D), n = q.shape, table.shape[2]
-        addresses = [x.data_ptr() for x in (q, k, k_shared, v, v_shared, slot_pos, pos, table, y, lse, scores)]
         k_bits, v_bits, *form = form
-        form = (ctypes.c_int64 * len(form))(*form)
-        attention_of(G, k_bits, v_bits).attend(*addresses, form, B, H, D, slot_pos.shape[2], n, pieces, D**-0.5)
+        tensors = [q, k, k_shared, v, v_shared, slot_pos, pos, table, y, lse, scores]
+        sizes = (ctypes.c_int64 * len(form))(*form), B, H, D, slot_pos.shape[2], n, pieces, D**-0.5
+        return bound(attention_of(G, k_bits, v_bits).attend, tensors, *sizes)
 
-    def choice(q, k, slot_pos, table, spread, r, m, chosen, picked) -> None:
+    def choice(q, k, slot_pos, table, spread, r, m, chosen, picked) -> Callable:
         (B, H, G, D), n = q.shape, table.shape[2]
-        addresses = [x.data_ptr() for x in (q, k, slot_pos, table, spread, chosen, picked)]
-        attention_of(G, 16, 16).choose(*addresses, B * H, D, slot_pos.shape[2], n, r, m)
+        tensors = [q, k, slot_pos, table, spread, chosen, picked]
+        return bound(attention_of(G, 16, 16).choose, tensors, B * H, D, slot_pos.shape[2], n, r, m)
 
     native("few_rows(Tensor x, Tensor weight) -> Tensor", few_rows, few_rows_shape)
     native(
@@ -1524,15 +1531,23 @@ def attention_of(heads: int, k_bits: int, v_bits: int) -> ctypes.CDLL:
     return library
 
 
-def native(schema: str, function: Callable, shape: Callable, devices: tuple[str, ...] = ("CPU",)) -> None:
-    """An operator that `recorded` knows of: function(*inputs, *outputs), where shape(*inputs) makes those."""
+def bound(function: Callable, tensors: list[Tensor], *sizes) -> Callable:
+    """C++ with where tensors are, and they with it."""
+    call = functools.partial(function, *(x.data_ptr() for x in tensors), *sizes)
+    call.tensors = tensors
+    return call
+
+
+def native(schema: str, prepare: Callable, shape: Callable, devices: tuple[str, ...] = ("CPU",)) -> None:
+    """An operator that `recorded` knows of: prepare(*inputs, *outputs) -> what does it, where shape(*inputs) makes
+    outputs."""
 
     def run(*inputs: Tensor):
         outputs = shape(*inputs)
         call = [*inputs, *(outputs if isinstance(outputs, tuple) else [outputs])]
-        function(*call)
+        prepare(*call)()
         for calls in RECORDING:
-            calls.append((function, call))
+            calls.append((prepare, call))
         return outputs
 
     name = schema.partition("(")[0]
@@ -1621,7 +1636,7 @@ def attend_native(
 LIBRARY = torch.library.Library("kv_fast", "DEF")  # it lives as long as this does
 native(
     "topk(Tensor x, SymInt n) -> (Tensor, Tensor)",
-    lambda x, n, *found: torch.topk(x, n, sorted=False, out=found),
+    lambda x, n, *found: functools.partial(torch.topk, x, n, sorted=False, out=found),
     topk_shape,
 )
 
@@ -1698,7 +1713,7 @@ def summed(x: Tensor, y: Tensor) -> None:
         dist.all_reduce(y)
 
 
-native("all_sum(Tensor x) -> Tensor", summed, torch.empty_like, ("CPU", "CUDA"))
+native("all_sum(Tensor x) -> Tensor", functools.partial(functools.partial, summed), torch.empty_like, ("CPU", "CUDA"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1711,7 +1726,7 @@ RECORDING: list[Calls] = []  # where native operators note their calls, too
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Calls]:
-    """Collects every call of a compiled CPU kernel made inside, as (kernel, arguments), and keeps the arguments alive.
+    """Collects every call of a compiled CPU kernel made inside, as (what prepares it, arguments): see `ready`.
 
     Reaches into Inductor's modules for what it compiled. Whoever uses the result must `spoil` it and compare one replay
     with the real thing: work that is done outside of such kernels is not recorded.
@@ -1721,8 +1736,10 @@ def recorded() -> Iterator[Calls]:
     calls: Calls = []
 
     def recorder(kernel: Callable) -> Callable:
+        prepare = functools.partial(functools.partial, kernel)
+
         def call(*args):
-            calls.append((kernel, list(args)))
+            calls.append((prepare, list(args)))
             return kernel(*args)
 
         return call
@@ -1755,14 +1772,14 @@ def share_scratch(calls: Calls, keep: Iterable[Tensor]) -> None:
     owned = [[a for a in addresses if a not in kept and uses[a] == 1] for addresses in owned]
     storage = {address(x): x.untyped_storage() for _, args in calls for x in args if isinstance(x, Tensor)}
     largest: dict[tuple, torch.UntypedStorage] = {}
-    for (kernel, _), addresses in zip(calls, owned, strict=True):
+    for (prepare, _), addresses in zip(calls, owned, strict=True):
         for i, a in enumerate(addresses):
-            largest[kernel, i] = max(largest.get((kernel, i), storage[a]), storage[a], key=lambda s: s.nbytes())
-    for (kernel, args), addresses in zip(calls, owned, strict=True):
+            largest[prepare, i] = max(largest.get((prepare, i), storage[a]), storage[a], key=lambda s: s.nbytes())
+    for (prepare, args), addresses in zip(calls, owned, strict=True):
         index = {a: i for i, a in enumerate(addresses)}
         for j, x in enumerate(args):
             if address(x) in index:
-                shared = largest[kernel, index[address(x)]]
+                shared = largest[prepare, index[address(x)]]
                 args[j] = torch.empty(0, dtype=x.dtype).set_(shared, x.storage_offset(), x.shape, x.stride())
 
 
@@ -1777,7 +1794,6 @@ def spoil(calls: Calls, keep: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def replay(calls: Calls) -> None:
-    """Everything that was recorded, in order, on what the recorded tensors hold now."""
-    for kernel, args in calls:
-        kernel(*args)
+def ready(calls: Calls) -> list[Callable]:
+    """All that was recorded, in order, to be called without arguments, on what the recorded tensors hold then."""
+    return [prepare(*args) for prepare, args in calls]

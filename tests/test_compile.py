@@ -449,8 +449,9 @@ def test_a_compiled_step_with_native_attention(cache, page, select, dim, bits, r
     spec = build(
         cache, budget=None if cache == "full" else 96, bits=bits, residual=residual, page_size=page, select=select
     )
-    called, replay = set(), kernels.replay
-    monkeypatch.setattr(kernels, "replay", lambda calls: called.update(f.__name__ for f, _ in calls) or replay(calls))
+    called, ready = set(), kernels.ready
+    names = lambda calls: {getattr(prepare, "__name__", "") for prepare, _ in calls}  # noqa: E731
+    monkeypatch.setattr(kernels, "ready", lambda calls: called.update(names(calls)) or ready(calls))
 
     def run() -> torch.Tensor:
         model.setup_caches(spec, 2, 240)
