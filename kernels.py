@@ -1104,7 +1104,7 @@ CPU void values<16>(const Store& v, const Part& part, const float* top, float* s
 }
 
 // Codes are bytes without a sign, of which four at once meet four bytes with one. What they are multiplied with has two
-// such digits, 256 a + b, 16 bits: more than bf16 has.
+// such digits, 256 a + b, 15 bits and a sign, of what is largest.
 constexpr int DIGITS = 127 * 256;
 CPU static inline __m512 digits(__m512i a, __m512i b) {
     return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(a, 8), b));
@@ -1256,19 +1256,20 @@ CPU void values(const Store& v, const Part& part, const float* top, float* sum, 
     for (int g = 0; g < G; g++) total[g] = _mm512_setzero_ps();
     for (size_t first = 0; first < chunk.size(); first += FEW) {
         const int n = std::min<size_t>(FEW, chunk.size() - first);
-        __m512 p[FEW][G][2], unit[G], most[G], two[2], widest = _mm512_set1_ps(1e-30f);
+        __m512 p[FEW][G][2], unit[G], most[G], two[2];
         for (int g = 0; g < G; g++) most[g] = _mm512_setzero_ps();
         for (int c = 0; c < n; c++) {
             const uint8_t* shared = v.shared + part.at[chunk[first + c]] * groups * 4 * C;
             const uint32_t live = part.live[chunk[first + c]];
             fetch(v.shared + part.at[chunk[std::min(first + FEW + c, chunk.size() - 1)]] * groups * 4 * C, groups * 2);
-            for (int g = 0; g < G; g++) {
-                weigh(part, top, g, chunk[first + c], p[c][g], &total[g]);
-                most[g] = _mm512_max_ps(most[g], _mm512_max_ps(p[c][g][0], p[c][g][1]));
-            }
+            for (int g = 0; g < G; g++) weigh(part, top, g, chunk[first + c], p[c][g], &total[g]);
             for (int64_t i = 0; i < groups; i++) {
                 halves(shared + i * 2 * C, two);
-                for (int h = 0; h < 2; h++) widest = _mm512_mask_max_ps(widest, live >> 16 * h, widest, two[h]);
+                for (int g = 0; g < G; g++)
+                    for (int h = 0; h < 2; h++) {
+                        const __m512 x = _mm512_mul_ps(p[c][g][h], two[h]);
+                        most[g] = _mm512_mask_max_ps(most[g], live >> 16 * h, most[g], x);
+                    }
                 halves(shared + (groups + i) * 2 * C, two);
                 for (int g = 0; g < G; g++) {
                     float* to = rest[i * G + g].f;
@@ -1278,9 +1279,8 @@ CPU void values(const Store& v, const Part& part, const float* top, float* sum, 
                 }
             }
         }
-        const float scale = _mm512_reduce_max_ps(widest);
         for (int g = 0; g < G; g++) {
-            const float largest = std::max(_mm512_reduce_max_ps(most[g]) * scale, 1e-30f);
+            const float largest = std::max(_mm512_reduce_max_ps(most[g]), 1e-30f);
             unit[g] = _mm512_set1_ps(largest / DIGITS);
             most[g] = _mm512_set1_ps(DIGITS / largest);
         }
@@ -1435,7 +1435,7 @@ extern "C" void choose(const uint16_t* q, const uint16_t* k, const int32_t* slot
 
 // Each of B*H heads in N pieces: q [B*H,G,D], at [B*H,n], slot_pos [B*H,S], pos [B] -> y [B*H,N,G,D], lse [B*H,N,G],
 // scores [B*H,G,n*C], -inf where no token is, or one below `sink` or of the newest `length`, which is read elsewhere.
-extern "C" void attend(const float* q, const uint8_t* k, const uint8_t* k_shared, const uint8_t* v,
+extern "C" CPU void attend(const float* q, const uint8_t* k, const uint8_t* k_shared, const uint8_t* v,
                        const uint8_t* v_shared, const int32_t* slot_pos, const int64_t* pos, const int32_t* at,
                        float* y, float* lse, float* scores, const int64_t* form, int64_t B, int64_t H, int64_t D,
                        int64_t S, int64_t n, int64_t N, float scale) {
@@ -1477,9 +1477,9 @@ def build_native() -> None:
 
 @functools.cache
 def compile_native() -> bool:
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    needs = ("_is_avx512_bf16_supported", "_is_vnni_supported")
     try:
-        if not supported():
+        if not all(getattr(torch.cpu, name, lambda: False)() for name in needs):
             return False
         from torch._inductor.codecache import CppCodeCache
 
@@ -1581,11 +1581,13 @@ def has_native(q: Tensor, k: "Written | None", v: "Written | None") -> bool:
     def fits(store: "Written | None", dim: int) -> bool:
         if store is None or store.codes.shape[dim] != CHUNK:  # smaller pages have smaller chunks
             return False
-        row = q.shape[3] * store.bits // 8  # bytes of a slot's codes: vectors of 64 hold whole ones, or they vectors
+        # Bytes of a slot's codes, and of a unit's: vectors of 64 hold whole ones, or they vectors.
+        row, unit = q.shape[3] * store.bits // 8, store.span * store.bits // 8
         return store.number == "float" or (
             (store.number, store.scale) == ("int", "range")
-            and store.span * store.bits // 8 % 16 == 0
+            and unit % 16 == 0
             and store.span // store.groups <= 256  # sums of 32 bits
+            and (unit % 64 == 0 or 64 % unit == 0)
             and (row % 64 == 0 or 64 % row == 0)
         )
 
@@ -1622,7 +1624,8 @@ def attend_native(
     """Attention of one query a head, as `attend`, but not over tokens of a ring, those below `sink` and the newest
     `length`: q [B,H,G,D] float32, as keys are written but not scaled, slot_pos [B,H,S], pos [B]
     -> y [B,H,N,G,D], log-sum-exp [B,H,N,G] of N pieces and scores [B,H,G,n*C]. Weights that meet bf16 values are
-    rounded to bf16; what meets codes has 15 bits: queries of its head's largest number, weights of its chunk's."""
+    rounded to bf16; what meets codes has 15 bits and a sign: of a head's largest number, or of the
+    largest weight times scale of four chunks."""
     B, H = q.shape[:2]
     table = in_order(q, k) if table is None else table
     pieces = min(4, -(-2 * CORES // (B * H))) if CORES > 1 else 1  # work for all cores, where heads are few

@@ -1,8 +1,7 @@
 """Greedy tokens and kept positions, every policy, every format, in as many processes as there are: test_ranks.py.
 
 python tests/ranks.py CHECKPOINT OUT; or torchrun --nproc-per-node 3 tests/ranks.py CHECKPOINT OUT; the first process
-writes what it found to OUT. In the environment, COMPILED=1 compiles the step, and PRODUCT=1 runs every policy with
-every format instead of one.
+writes what it found to OUT. COMPILED=1 in the environment compiles the step.
 """
 
 import itertools
@@ -16,11 +15,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import kernels
-from cache import FORMATS, POLICIES, SpecError, build
+from cache import FORMATS, POLICIES, build
 from generate import Engine, Params, generate
 from model import load_checkpoint
 
-NEW, PRODUCT = 4, bool(os.environ.get("PRODUCT"))
+NEW = 4
 
 
 def main(checkpoint: str, out: str) -> None:
@@ -34,14 +33,17 @@ def main(checkpoint: str, out: str) -> None:
         model.compile()
         specs = {"tova": build("tova", budget=96, bits=4)}  # its heads ask each other in every step
     else:
-        pairs, specs = zip(POLICIES, itertools.cycle(forms), strict=False), {}
-        for i, (name, (form, bits)) in enumerate(itertools.product(POLICIES, forms) if PRODUCT else pairs):
-            more = {} if name == "full" else {"budget": 96}
-            more |= {} if bits == 16 else {"residual": 16}
-            try:
-                specs[f"{name} {form} {bits}"] = build(name, format=form, bits=bits, page_size=32 * (i % 2), **more)
-            except SpecError as error:
-                assert PRODUCT and "weighs the keys as they are stored" in str(error)
+        specs = {
+            f"{name} {form} {bits}": build(
+                name,
+                budget=None if name == "full" else 96,
+                format=form,
+                bits=bits,
+                page_size=32 * (i % 2),
+                residual=None if bits == 16 else 16,
+            )
+            for i, (name, (form, bits)) in enumerate(zip(POLICIES, itertools.cycle(forms), strict=False))
+        }
         specs |= {name: build(name, budget=96) for name in ("snapkv", "adakv")}
         specs["select"] = build("full", select=96, offload="disk")
     for name, spec in specs.items():

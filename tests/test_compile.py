@@ -365,6 +365,8 @@ def test_native_attention(dim, group, bits, slots):
         store = form(is_key, dim, torch.bfloat16, "cpu", width)
         outliers = torch.ones(dim).scatter(0, torch.tensor([3]), 6)
         x = torch.randn(B * H * n + 5, C, dim, generator=draw) * outliers
+        # A token that nobody looks at, far wider than the others.
+        x[table[0, 0, 0], 1] = torch.zeros(dim).index_fill(0, torch.tensor(5), -200) if is_key else 300 * x[0, 0]
         encoded = store.encode(x)
         decoded = caches.Store.decode(store, *encoded) if width == 16 else store.decode(*encoded)
         numbers.append(decoded[table.long()].flatten(2, 3)[:, :, :slots].double())
@@ -376,7 +378,7 @@ def test_native_attention(dim, group, bits, slots):
         form = {} if width == 16 else dict(number="int", bits=width, span=store.span, groups=store.span // store.group)
         parts.append(kernels.Written(*encoded, **form))
 
-    q = torch.randn(B, H, group, dim, generator=draw).bfloat16()
+    q = torch.randn(B, H, group, dim, generator=draw).index_fill(3, torch.tensor(5), 4).bfloat16()
     pos = torch.full((B,), slots - 1)
     for pieces, length, sink in [(1, 0, 0), (2, 40, 3), (3, 0, 0)]:
         read = (slot_pos >= sink) & (slot_pos <= slots - 1 - length)
@@ -395,6 +397,20 @@ def test_native_attention(dim, group, bits, slots):
         some = read.any(-1)
         torch.testing.assert_close(whole[some].double(), score.logsumexp(-1)[some], atol=1e-3, rtol=1e-4)
         assert (y[1, 2] == 0).all() and (lse[1, 2] == float("-inf")).all()
+
+
+@pytest.mark.parametrize(
+    ("dim", "bits", "group", "fits"),
+    [(64, 4, 32, True), (192, 8, 64, True), (192, 8, 48, False), (384, 4, 192, False), (96, 4, 32, False)],
+)
+def test_codes_that_vectors_hold_whole(dim, bits, group, fits, monkeypatch):
+    """A slot's codes, or a unit of them, that would begin in one vector and end in the next are left to other code."""
+    monkeypatch.setattr(kernels, "NATIVE", True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    stores = [caches.IntStore(is_key, dim, torch.bfloat16, "cpu", bits, group) for is_key in (True, False)]
+    for store in stores:
+        store.allocate(caches.Dense(1, 1, caches.Memory("cpu")), 32)
+    assert kernels.has_native(torch.zeros(1, 1, 3, dim).bfloat16(), *(s.written() for s in stores)) == fits
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
