@@ -328,7 +328,7 @@ class KVCache(nn.Module):
         `forward`, since a compiled graph cannot wait."""
         self.layout.begin()
         for calls in kernels.RECORDING if self.layout.memory.away else ():
-            calls.append((self.layout.begin, []))
+            calls.append((lambda: self.layout.begin, []))
 
     def leave(self, step: bool) -> None:
         """After that; step: it was a step, not a prompt."""

@@ -454,7 +454,7 @@ def test_native_choice(heads, group, dim):
         ("full", 16, None, 32, 16, None),
         ("h2o", 32, None, 64, 4, 32),
         ("adakv:window=8", 0, None, 64, "k=8,v=2", 16),
-        ("full", 32, 96, 64, 8, 0),
+        pytest.param("full", 32, 96, 64, 8, 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_step_with_native_attention(cache, page, select, dim, bits, residual, monkeypatch):
