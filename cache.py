@@ -230,7 +230,6 @@ class KVCache(nn.Module):
             near, sinks = self.nearer(q, pos + 1).contiguous(), self.policy.sink
         if ring is not None:
             ring = kernels.Ring(q, near, ring.k, ring.v, ring.slot, ring.length, ring.sink)
-        asked = [x if x is None else self.k_store.query(x).contiguous() for x in (q, near)]
         if plain is not None:
             held = (ring.length, ring.sink) if ring else (0, 0)
             y, lse, logits = kernels.attend_native(self.k_store.query(plain.float()), k, v, slot_pos, pos, table, *held)
@@ -239,6 +238,7 @@ class KVCache(nn.Module):
                 *own, rest = self.residual.attend(q)
                 y, lse = torch.cat([y, own[0]], 2), torch.cat([lse, own[1]], 2)
         else:
+            asked = [x if x is None else self.k_store.query(x).contiguous() for x in (q, near)]
             y, lse, logits, rest = kernels.attend(
                 asked[0], k, v, slot_pos, pos, ring, asked[1], sinks, self.policy.learns, table
             )
