@@ -144,11 +144,13 @@ def test_rows_at_positions_of_their_own(model, bits):
     buffers = [b for layer in model.layers for b in layer.attention.cache.buffers()]
     for buffer, *parts in zip(buffers, *states, strict=True):
         buffer.copy_(torch.cat(parts))
+    together = []
     for t in range(30):
         pos = torch.tensor(prompts)[:, None] + t
-        got = model(ids.gather(1, pos), pos)
-        for row in range(2):
-            torch.testing.assert_close(got[row, 0], alone[row][0, t], atol=3e-4, rtol=1e-4)
+        together.append(model(ids.gather(1, pos), pos))
+    apart = (torch.cat(together, 1) - torch.cat(alone)).abs()
+    # codes and scales on a rounding edge may fall either way, seldom
+    assert apart.median() < 1e-5 and apart.max() < (3e-4 if bits == 16 else 3e-3)
 
 
 @pytest.mark.parametrize("name", POLICIES)
