@@ -949,7 +949,7 @@ extern "C" void few_rows(const uint16_t* x, const uint16_t* w, float* y, int64_t
 }
 """
 
-# For G, K_BITS and V_BITS, which `attention` defines.
+# For G, K_BITS and V_BITS, which `attention_of` defines.
 ATTENTION = r"""
 constexpr int C = 32;  // slots of a chunk
 
@@ -1151,9 +1151,12 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
     std::vector<float> sum(G * groups);
     float unit[G];
     for (int g = 0; g < G; g++) {
-        float top = 1e-30f;
-        for (int64_t d = 0; d < part.D; d++) top = std::max(top, std::abs(q[g * part.D + d]));
-        unit[g] = top / DIGITS;
+        float top = 1e-30f, none = 0;  // or NaN, of a query with one
+        for (int64_t d = 0; d < part.D; d++) {
+            top = std::max(top, std::abs(q[g * part.D + d]));
+            none += 0 * q[g * part.D + d];
+        }
+        unit[g] = top / DIGITS + none;
         for (int64_t d = 0; d < part.D; d++) {
             const int64_t u = d / k.span, j = d % k.span / bytes, row = u * bytes + d % bytes;
             const int number = std::lrint(q[g * part.D + d] / unit[g]), a = (number + 128) >> 8;
@@ -1518,6 +1521,15 @@ def compile_native() -> bool:
     return True
 
 
+@torch.compiler.assume_constant_result
+def has_attention(heads: int, k_bits: int, v_bits: int) -> bool:
+    """Does ATTENTION compile for them? Asked while a step is traced, when there still is another way."""
+    try:
+        return bool(attention_of(heads, k_bits, v_bits))
+    except Exception:  # a compiler that runs out of memory, or does not know the instructions
+        return False
+
+
 @functools.cache
 def attention_of(heads: int, k_bits: int, v_bits: int) -> ctypes.CDLL:
     """ATTENTION for so many query heads of a KV head, and keys and values of so many bits."""
@@ -1593,7 +1605,9 @@ def has_native(q: Tensor, k: "Written | None", v: "Written | None") -> bool:
 
     if not NATIVE or not torch.compiler.is_compiling() or q.dtype != torch.bfloat16:
         return False
-    return q.shape[2] <= 8 and q.shape[3] % 32 == 0 and fits(k, -1) and fits(v, -2)
+    if q.shape[2] > 8 or q.shape[3] % 32 or not (fits(k, -1) and fits(v, -2)):
+        return False
+    return has_attention(q.shape[2], k.bits or 16, v.bits or 16)
 
 
 def in_order(q: Tensor, k: "Written") -> Tensor:
