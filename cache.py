@@ -174,16 +174,7 @@ class KVCache(nn.Module):
         stores = self.k_store.written(), self.v_store.written()
         native = kernels.has_native(plain, *stores)
         if self.selection is not None and self.selection.chosen.shape[2]:
-            n = self.layout.number_of(self.k_store.stored[0])
-            if isinstance(self.selection, Channels) and native:
-                table, m = self.layout.places(None, n), self.selection.chosen.shape[2]
-                chunks, slot_pos = kernels.choose(
-                    plain, stores[0], slot_pos, table, self.selection.spread, self.selection.rows, m
-                )
-                self.selection.chosen.copy_(chunks)
-            else:
-                chunks = self.selection(q, slot_pos, self.k_store)
-                slot_pos = kernels.written(pick(slot_pos.view(*slot_pos.shape[:2], n, CHUNK), chunks)).flatten(2)
+            chunks, slot_pos = self.selection(q, slot_pos, self.k_store, plain if native else None)
         if native and not self.policy.relative:
             return self.attend_written(q, pos, *stores, slot_pos, chunks, plain)
         if kernels.has_kernel(q) and None not in stores:
@@ -1029,6 +1020,7 @@ POLICIES: dict[str, type[Policy]] = {
     "keydiff": KeyDiff,
     "random": Random,
 }
+SMALL = ("snapkv", 0.1)  # what is advised where memory is short: a policy and its budget
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1574,12 +1566,16 @@ class Selection(nn.Module):
         m = -(-tokens // CHUNK)
         self.chosen = resized(self.chosen, 2, m if m < n else 0)
 
-    def forward(self, q: Tensor, slot_pos: Tensor, store: "Store") -> Tensor:
-        """q [B,H,G,D] float32, slot_pos [B,H,n*C], filled in order -> the chunks [B,H,m] to read, in any order."""
+    def forward(
+        self, q: Tensor, slot_pos: Tensor, store: "Store", plain: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """q [B,H,G,D] float32, slot_pos [B,H,n*C], filled in order -> the chunks [B,H,m] to read, in any order, and
+        the positions in their slots [B,H,m*C]. plain: q as it was, where C++ could choose."""
         first = kernels.written(slot_pos[:, :, ::CHUNK])  # the position of each chunk's first token
         always = (first == 0) | (first == first.amax(-1, keepdim=True))
         promise = self.promise(q, slot_pos, store).masked_fill(always, float("inf"))
-        return self.chosen.copy_(kernels.largest(promise, self.chosen.shape[2]))
+        chunks = self.chosen.copy_(kernels.largest(promise, self.chosen.shape[2]))
+        return chunks, kernels.written(pick(slot_pos.unflatten(2, (-1, CHUNK)), chunks)).flatten(2)
 
     def promise(self, q: Tensor, slot_pos: Tensor, store: "Store") -> Tensor:
         """What each chunk's keys in store promise the queries, [B,H,n]; -inf where there are none."""
@@ -1607,6 +1603,13 @@ class Channels(Selection):
         self.register_buffer("spread", spread, persistent=False)
         self.rows = max(dim // self.PART, 1)
         self.seen = self.rows / dim
+
+    def forward(self, q, slot_pos, store, plain=None):
+        if plain is None:
+            return super().forward(q, slot_pos, store)
+        table, m = store.layout.places(None, 0), self.chosen.shape[2]
+        chunks, slot_pos = kernels.choose(plain, store.written(), slot_pos, table, self.spread, self.rows, m)
+        return self.chosen.copy_(chunks), slot_pos
 
     def promise(self, q, slot_pos, store):
         """The largest product, over those channels, of any query with any key of the chunk."""

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         with open(os.devnull, "w") as nobody, contextlib.redirect_stderr(nobody if args.quiet else sys.stderr):
             return chat(args) if args.interactive else serve(args) if args.batch else run(args)
 
-    silent = os.environ.get("RANK", "0") != "0"  # of several processes that share a model, the first speaks
+    silent = kernels.started()[0] > 0  # of several processes that share a model, the first speaks
     with contextlib.ExitStack() as stack:
         if silent:
             nobody = stack.enter_context(open(os.devnull, "w"))
@@ -167,7 +167,7 @@ def check_memory(args: argparse.Namespace, model: Transformer, prompt: int, new:
     if kernels.all_agree(need(args.spec) <= has):
         return
     advice = "shorten the prompt, or --max-new-tokens"
-    for name, budget in ((args.spec.name, args.budget), ("snapkv", 0.1)):
+    for name, budget in ((args.spec.name, args.budget), caches.SMALL):
         for bits in (2, 4, 8):
             if need(caches.build(name, budget=budget, bits=bits, residual=args.residual)) <= has:
                 advice = f"try --cache {name}{'' if budget is None else f' --budget {budget}'} --bits {bits}"
@@ -1920,7 +1920,7 @@ def check(args: argparse.Namespace) -> None:
 
 def check_ranks(args: argparse.Namespace) -> None:
     """What several processes that share a model (torchrun) cannot do; the first of them speaks for all."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    rank, ranks = kernels.started()
     given = {"--interactive": args.interactive, "--prompt-file -": args.prompt_file == "-", "--stats": args.stats}
     given |= {flag: getattr(args, flag[2:].replace("-", "_")) for flag in ("--save-cache", "--load-cache")}
     given["--prefix-store"] = args.prefix_store
@@ -1928,7 +1928,7 @@ def check_ranks(args: argparse.Namespace) -> None:
         raise UsageError(f"{flag}: not with torchrun, whose {ranks} processes share the model; run it in one process")
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
-    if os.environ.get("RANK", "0") != "0":
+    if rank > 0:
         args.json = None
 
 
@@ -1995,10 +1995,11 @@ def open_store(args: argparse.Namespace) -> PrefixStore | None:
 def check_batch(args: argparse.Namespace) -> None:
     """What only several prompts can have, and what they cannot."""
     if args.batch:
-        if args.spec.policy().ragged and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if args.spec.policy().ragged and kernels.started()[1] > 1:
+            others = caches.either(name for name, policy in caches.POLICIES.items() if not policy.ragged)
             raise UsageError(
                 f"--cache {args.spec.name}: not of several prompts with torchrun, where each process counts pages by "
-                "its own heads; choose snapkv or pyramid, or give one prompt"
+                f"its own heads; choose {others}, or give one prompt"
             )
         if args.stats:
             raise UsageError("--stats looks at the cache of one prompt; drop it, or give one prompt")

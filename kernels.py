@@ -1669,13 +1669,19 @@ class LostRank(RuntimeError):
     """One of the processes that share the model has ended, and the others cannot go on."""
 
 
+def started() -> tuple[int, int]:
+    """Which of how many processes torchrun has started this one as; 0 of 1 without it."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ["RANK"]) if ranks > 1 else 0, ranks
+
+
 def join_ranks(device: torch.device) -> None:
     """Finds the other processes, where torchrun has started several; all of them call this."""
     global RANK, RANKS
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if started()[1] == 1:
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    RANK, RANKS = dist.get_rank(), dist.get_world_size()
+    RANK, RANKS = started()
 
 
 def leave_ranks(code: int) -> None:

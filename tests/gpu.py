@@ -63,9 +63,10 @@ def right() -> None:
     for dtype, bound in bounds.items():
         if SMALL and dtype != torch.float32:
             continue
-        worst = dict.fromkeys(FORMATS, 0.0)
+        forms = ("float-16", "int-4", "kivi-2") if SMALL else FORMATS
+        worst = dict.fromkeys(forms, 0.0)
         for form, dim, policy in itertools.product(
-            FORMATS, dims, ("streaming",) if SMALL else ("random", "tova", "streaming")
+            forms, dims, ("streaming",) if SMALL else ("random", "tova", "streaming")
         ):
             for residual in (0,) if form == "float-16" else (0, 16):
                 cache = filled(form, dim, dtype, residual, policy, 2, 2, DEVICE)
@@ -84,7 +85,8 @@ def right() -> None:
                     paged = on_pages(cache, q, pos)
                     check(torch.equal(paged[0], y), f"{form} {dtype} D {dim} G {group} {policy}: paged is not dense")
         print(f"{str(dtype)[6:]:9}", "  ".join(f"{form} {error:.0e}" for form, error in worst.items()))
-        for group, new, old, dim in [(3, 300, 0, 64), (4, 130, 190, 128), (1, 5, 200, 80)]:
+        sizes = [(3, 70, 0, 64), (1, 5, 70, 80)] if SMALL else [(3, 300, 0, 64), (4, 130, 190, 128), (1, 5, 200, 80)]
+        for group, new, old, dim in sizes:
             q, k, v = (torch.randn(2, n, h, dim, device=DEVICE).transpose(1, 2).to(dtype)
                        for n, h in ((new, 2 * group), (old + new, 2), (old + new, 2)))  # fmt: skip
             live = torch.rand(2, 2, old, device=DEVICE) > 0.3 if old else None
@@ -256,7 +258,8 @@ def fast() -> None:
 
 
 def whole() -> None:
-    shape = LLAMA_3_8B if not SMALL else LLAMA_3_8B | dict(n_layer=1, dim=64, hidden_dim=64, vocab_size=100)
+    few = dict(n_layer=1, n_head=4, n_kv_head=1, dim=64, hidden_dim=64, vocab_size=100)
+    shape = LLAMA_3_8B | (few if SMALL else {})
     model = random_model(torch.bfloat16 if CUDA else torch.float32, **shape)
     model.compile() if CUDA else None
     weights, rate, first = model.step_bytes(), copy_rate(), None

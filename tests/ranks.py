@@ -1,7 +1,8 @@
 """Greedy tokens and kept positions, every policy, every format, in as many processes as there are: test_ranks.py.
 
 python tests/ranks.py CHECKPOINT OUT; or torchrun --nproc-per-node 3 tests/ranks.py CHECKPOINT OUT; the first process
-writes what it found to OUT. COMPILED=1 in the environment compiles the step.
+writes what it found to OUT. COMPILED=1 in the environment compiles the step; PRODUCT=1 takes each policy with every
+format, not with one.
 """
 
 import itertools
@@ -15,11 +16,27 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import kernels
-from cache import FORMATS, POLICIES, build
+from cache import FORMATS, POLICIES, CacheSpec, build
 from generate import Engine, Params, generate
 from model import load_checkpoint
 
 NEW = 4
+
+
+def recipe(i: int, name: str, form: str, bits: int) -> CacheSpec | None:
+    """One of a list, every second of them in pages; None for the one policy that does not go with the one format."""
+    if (name, form) == ("keydiff", "kivi"):
+        return None
+    budget = 128 if form == "kivi" else 96  # of whole units, beside those of the newest tokens
+    residual = None if bits == 16 else 16
+    return build(
+        name,
+        budget=None if name == "full" else budget,
+        format=form,
+        bits=bits,
+        page_size=32 * (i % 2),
+        residual=residual,
+    )
 
 
 def main(checkpoint: str, out: str) -> None:
@@ -33,17 +50,11 @@ def main(checkpoint: str, out: str) -> None:
         model.compile()
         specs = {"tova": build("tova", budget=96, bits=4)}  # its heads ask each other in every step
     else:
-        specs = {
-            f"{name} {form} {bits}": build(
-                name,
-                budget=None if name == "full" else 96,
-                format=form,
-                bits=bits,
-                page_size=32 * (i % 2),
-                residual=None if bits == 16 else 16,
-            )
-            for i, (name, (form, bits)) in enumerate(zip(POLICIES, itertools.cycle(forms), strict=False))
-        }
+        pairs = zip(POLICIES, itertools.cycle(forms), strict=False)
+        if os.environ.get("PRODUCT"):
+            pairs = itertools.product(POLICIES, forms)
+        specs = {f"{name} {form} {bits}": recipe(i, name, form, bits) for i, (name, (form, bits)) in enumerate(pairs)}
+        specs = {name: spec for name, spec in specs.items() if spec is not None}
         specs |= {name: build(name, budget=96) for name in ("snapkv", "adakv")}
         specs["select"] = build("full", select=96, offload="disk")
     for name, spec in specs.items():

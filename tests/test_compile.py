@@ -55,9 +55,13 @@ APPEND = [name for name in POLICIES if name.split(":")[0] in ("snapkv", "pyramid
 CASES = [(name, *form) for name in POLICIES for form in (FORMS if name not in APPEND else FORMS[2:3] + FORMS[4:5])]
 
 
-@pytest.mark.parametrize(
-    "name,form,bits,dtype", rarely(CASES, lambda name, *form: tuple(form) not in (FORMS[1], FORMS[-3], FORMS[-2]))
-)
+def often(name: str, *form) -> bool:
+    """Every policy with one format, and every code with one policy, which learns; the rest is with `-m slow`."""
+    some = [("full", *FORMS[4]), ("full", *FORMS[5]), ("snapkv:window=4,kernel=3", *FORMS[4]), ("full", *FORMS[-1])]
+    return form == FORMS[2] or (name, *form) in some or (name == "h2o" and form not in (FORMS[1], FORMS[-3], FORMS[-2]))
+
+
+@pytest.mark.parametrize("name,form,bits,dtype", rarely(CASES, often))
 def test_compiled_is_eager_in_one_graph(name, form, bits, dtype, page=0):
     """70 steps cross the window's first eviction, the wrap of a ring of 16 and chunk edges; layers differ in size.
 
@@ -189,15 +193,15 @@ def threads(request):
     torch.set_num_threads(1)
 
 
+REPLAYED = [(name, bits, 1) for name in POLICIES for bits in ((4, 16) if name not in APPEND else (4,))]
+REPLAYED += [(name, 4, 2) for name in ("h2o", "tova", "keydiff")]
+REPLAYED += [("full", form, 1) for form in ("fp8", "nvfp4", "mxfp4", "kivi")]
+OFTEN = [("full", 16, 1), ("h2o", 16, 1), ("h2o", 4, 2), ("full", "nvfp4", 1), ("full", "kivi", 1)]
+
+
 @pytest.mark.parametrize(
     "name,bits,threads",
-    [
-        *((name, bits, 1) for name in POLICIES for bits in ((16, 4) if name not in APPEND else (4,))),
-        ("h2o", 4, 2),
-        ("tova", 4, 2),
-        ("keydiff", 4, 2),
-    ]
-    + [("full", form, 1) for form in ("fp8", "nvfp4", "mxfp4", "kivi")],
+    rarely(REPLAYED, lambda *case: case[1:] == (4, 1) or case in OFTEN),
     indirect=["threads"],
 )
 def test_replayed_steps_are_the_compiled_steps(name, bits, threads):
@@ -545,17 +549,17 @@ def test_several_sequences_are_replayed_in_bf16():
     assert all(torch.equal(x, y) for x, y in zip(buffers(models[0]), buffers(models[1]), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "bits", "dtype", "page"),
-    [
-        ("full", "auto", 16, torch.bfloat16, 16),
-        ("full", "auto", 4, torch.float32, 64),
-        ("h2o", "auto", 2, torch.float32, 3),
-        ("adakv:window=4,kernel=3", "nvfp4", 4, torch.float32, 32),
-        ("pyramid:window=4,kernel=3", "kivi", 4, torch.float32, 32),
-        ("streaming:sink=2", "auto", 8, torch.bfloat16, 1),
-    ],
-)
+PAGED = [
+    ("full", "auto", 16, torch.bfloat16, 16),
+    ("h2o", "auto", 2, torch.float32, 3),
+    ("pyramid:window=4,kernel=3", "kivi", 4, torch.float32, 32),
+    ("full", "auto", 4, torch.float32, 64),
+    ("adakv:window=4,kernel=3", "nvfp4", 4, torch.float32, 32),
+    ("streaming:sink=2", "auto", 8, torch.bfloat16, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "bits", "dtype", "page"), rarely(PAGED, lambda *case: case in PAGED[:3]))
 def test_compiled_is_eager_on_pages(name, form, bits, dtype, page):
     test_compiled_is_eager_in_one_graph(name, form, bits, dtype, page)
 

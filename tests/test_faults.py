@@ -233,15 +233,16 @@ def resident() -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc to see memory")
-def test_five_thousand_requests():
+@pytest.mark.parametrize("number", [2000, pytest.param(5000, marks=pytest.mark.slow)])
+def test_thousands_of_requests(number):
     """Of all lengths, some cancelled: memory stays, nothing is compiled again, and every page comes back."""
     torch._dynamo.reset()
     model = tiny_model(n_layer=2, dim=24, hidden_dim=24, n_head=2, n_kv_head=1, head_dim=16, vocab_size=40)
     model.compile()
     engine = Engine(model, build("full", bits=4, residual=8, page_size=16), 8, 100, pages=24, prefill_layers=2)
     draw, common, submitted, seen, sizes = random.Random(0), [7] * 40, 0, {}, []
-    while submitted < 5000 or engine.unfinished:
-        while submitted < 5000 and engine.unfinished < 12:
+    while submitted < number or engine.unfinished:
+        while submitted < number and engine.unfinished < 12:
             prompt = [draw.randrange(1, 40) for _ in range(min(int(draw.expovariate(0.08)) + 1, 80))]
             prompt = (common + prompt)[:80] if draw.random() < 0.3 else prompt
             id = engine.submit(prompt, Params(draw.randrange(1, 8), stop_ids=(0,)))
@@ -253,7 +254,7 @@ def test_five_thousand_requests():
                 seen[submitted] = graphs()
         engine.step()
     assert engine.preempted > 0 and engine.hit_tokens > 0
-    assert seen[5000] == seen[1000], seen
+    assert seen[number] == seen[1000], seen
     assert sizes[-1] - sizes[1] < 5, sizes
     assert engine.pool.used == 1 and sum(engine.pool.refs) == 1  # the page that idle lanes write to
     engine.reset()

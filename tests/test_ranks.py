@@ -14,6 +14,7 @@ import torch
 from conftest import tiny_args
 
 import model as m
+from cache import FORMATS, POLICIES
 
 HERE = Path(__file__).parent
 GENERATE = HERE.parent / "generate.py"
@@ -27,7 +28,7 @@ def environment(**more):
 
 
 def found(command, out, **more):
-    done = subprocess.run([*command, out], env=environment(**more), capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*command, out], env=environment(**more), capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())
 
@@ -52,6 +53,19 @@ def test_three_processes_say_what_one_says(name, checkpoint, tmp_path):
     one = same_in_three(checkpoint if name == "tiny" else name, tmp_path)
     assert one["adakv"][1] == one["snapkv"][1] < one["select"][1]  # heads that share a budget share it with all
     assert len({tuple(held) for name, (_, *held) in one.items() if name != "engine"}) > 10  # each keeps something else
+
+
+@pytest.mark.slow
+def test_three_processes_say_what_one_says_of_every_pair(tmp_path):
+    """Every policy with every format, on the default model; it takes minutes."""
+    try:
+        m.fetch_smollm2(None)
+    except m.CheckpointError as error:
+        pytest.skip(str(error))
+    one = same_in_three("smollm2", tmp_path, PRODUCT="1")
+    forms = sum(len(store.widths) for store in FORMATS.values())
+    kivi = len(FORMATS["kivi"].widths)
+    assert len(one) >= len(POLICIES) * forms - kivi
 
 
 def test_compiled(checkpoint, tmp_path):
