@@ -471,7 +471,7 @@ def test_text_with_room_for_everything_is_the_full_caches(real):
         "--prompt",
         "What is the capital of France?",
         "--max-new-tokens",
-        "20",
+        "8",
         "--no-compile",
         "--dtype",
         "float32",
