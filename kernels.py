@@ -1008,13 +1008,20 @@ CPU static inline __m512bh both(const uint16_t* pair) { return (__m512bh)_mm512_
 // (fp16) of units of `span` channels, each in `groups`, which are packed as `pack` does.
 struct Store { const uint8_t *codes, *shared; int64_t span, groups; };
 
-// What G query heads meet: n chunks, which of them (`at`), which of their slots (`live`), and scores [G,*], one row
-// `stride` after the other.
-struct Part { const int32_t* at; const uint32_t* live; int64_t n, D, stride; float* scores; };
+// Where a chunk is, in a store and among the scores, and which of its slots hold a token that is to be read.
+struct Chunk { int64_t at, to; uint32_t live; };
+
+// What G query heads meet: chunks with such tokens, and scores [G,*], one row `stride` after the other.
+struct Part {
+    std::vector<Chunk> chunks;
+    int64_t D, stride;
+    float* scores;
+    const Chunk& after(size_t c, size_t few) const { return chunks[std::min(c + few, chunks.size() - 1)]; }
+};
 
 struct alignas(64) Line { union { float f[16]; int8_t b[64]; }; };
 
-// q [G,D] -> scores, of all slots of a chunk that has a live one.
+// q [G,D] -> scores, of all slots of these chunks.
 template <int BITS>
 static void keys(const float* q, const Store& k, const Part& part, float scale);
 
@@ -1028,10 +1035,9 @@ CPU void keys<16>(const float* q, const Store& k, const Part& part, float scale)
     const int64_t D = part.D;
     std::vector<uint16_t> small(G * D);
     for (int64_t i = 0; i < G * D; i++) std::memcpy(&small[i], (const char*)(q + i) + 2, 2);  // they were bf16
-    for (int64_t c = 0; c < part.n; c++) {
-        if (!part.live[c]) continue;
-        const uint16_t* key = (const uint16_t*)k.codes + part.at[c] * D * C;
-        const uint16_t* next = (const uint16_t*)k.codes + part.at[c + 1 < part.n ? c + 1 : c] * D * C;
+    for (size_t c = 0; c < part.chunks.size(); c++) {
+        const uint16_t* key = (const uint16_t*)k.codes + part.chunks[c].at * D * C;
+        const uint16_t* next = (const uint16_t*)k.codes + part.after(c, 1).at * D * C;
         __m512 a[G], b[G];
         for (int g = 0; g < G; g++) a[g] = b[g] = _mm512_setzero_ps();
         for (int64_t d = 0; d < D; d += 2) {
@@ -1043,15 +1049,16 @@ CPU void keys<16>(const float* q, const Store& k, const Part& part, float scale)
             }
         }
         const __m512 by = _mm512_set1_ps(scale);
+        float* to = part.scores + part.chunks[c].to;
         for (int g = 0; g < G; g++)
-            in_order(_mm512_mul_ps(a[g], by), _mm512_mul_ps(b[g], by), part.scores + g * part.stride + c * C);
+            in_order(_mm512_mul_ps(a[g], by), _mm512_mul_ps(b[g], by), to + g * part.stride);
     }
 }
 
 // The weights of a chunk's slots in query head g, before the division by their sum, to which they are added.
-CPU static inline void weigh(const Part& part, const float* top, int g, int64_t c, __m512* p, __m512* total) {
+CPU static inline void weigh(const Part& part, const float* top, int g, size_t c, __m512* p, __m512* total) {
     for (int h = 0; h < 2; h++) {
-        const __m512 score = _mm512_loadu_ps(part.scores + g * part.stride + c * C + 16 * h);
+        const __m512 score = _mm512_loadu_ps(part.scores + g * part.stride + part.chunks[c].to + 16 * h);
         p[h] = exponential(_mm512_sub_ps(score, _mm512_set1_ps(top[g])));
         *total = _mm512_add_ps(*total, p[h]);
     }
@@ -1065,17 +1072,16 @@ CPU void values<16>(const Store& v, const Part& part, const float* top, float* s
     std::vector<float> sums(G * D);
     __m512 total[G], a[G], b[G];
     for (int g = 0; g < G; g++) total[g] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < part.n; c++) {
-        if (!part.live[c]) continue;
+    for (size_t c = 0; c < part.chunks.size(); c++) {
         for (int g = 0; g < G; g++) {
             __m512 p[2];
             weigh(part, top, g, c, p, &total[g]);
             _mm512_storeu_si512(share.data() + g * C, (__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));
         }
-        const uint16_t* value = (const uint16_t*)v.codes + part.at[c] * C * D;
-        const uint16_t* next = (const uint16_t*)v.codes + part.at[c + 1 < part.n ? c + 1 : c] * C * D;
+        const uint16_t* value = (const uint16_t*)v.codes + part.chunks[c].at * C * D;
+        const uint16_t* next = (const uint16_t*)v.codes + part.after(c, 1).at * C * D;
         const uint16_t* row[C];  // in an empty slot may be anything, and 0 * NaN is NaN
-        for (int i = 0; i < C; i++) row[i] = part.live[c] >> i & 1 ? value + i * D : nothing.data();
+        for (int i = 0; i < C; i++) row[i] = part.chunks[c].live >> i & 1 ? value + i * D : nothing.data();
         for (int64_t e = 0; e < D; e += 32) {
             for (int g = 0; g < G; g++) {
                 a[g] = _mm512_loadu_ps(&sums[g * D + e]);
@@ -1140,7 +1146,8 @@ CPU static inline void fetch(const uint8_t* x, int64_t lines) {
     for (int64_t i = 0; i < lines; i++) _mm_prefetch((const char*)x + 64 * i, _MM_HINT_T0);
 }
 
-// Keys of codes: [D*BITS/8,C] bytes a chunk. Four vectors are eight rows: even ones in the lower half, odd ones in the
+// Keys of codes: [D*BITS/8,C] bytes a chunk. A score is the sum over groups of scale * (q . codes) + zero * (sum of q),
+// the first by bytes (`score`), the second in floats (`rest`). Four vectors are eight rows: even ones in the lower half, odd ones in the
 // upper, and in z[v] slots 4 v to 4 v + 3 and 16 more than that.
 template <int BITS>
 CPU static void keys(const float* q, const Store& k, const Part& part, float scale) {
@@ -1174,11 +1181,10 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
     for (int v = 0; v < 4; v++)
         lanes[v] = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 0, 1, 2, 3, 16, 17, 18, 19),
                                     _mm512_set1_epi32(4 * v));
-    for (int64_t c = 0; c < part.n; c++) {
-        if (!part.live[c]) continue;
-        const int64_t ahead = part.at[std::min(c + 4, part.n - 1)];
-        const uint8_t *code = k.codes + part.at[c] * rows * C, *next = k.codes + ahead * rows * C;
-        const uint8_t* shared = k.shared + part.at[c] * groups * 4 * C;
+    for (size_t c = 0; c < part.chunks.size(); c++) {
+        const int64_t at = part.chunks[c].at, ahead = part.after(c, 4).at;
+        const uint8_t *code = k.codes + at * rows * C, *next = k.codes + ahead * rows * C;
+        const uint8_t* shared = k.shared + at * groups * 4 * C;
         fetch(k.shared + ahead * groups * 4 * C, groups * 2);
         __m512 score[G][4], rest[G][2], two[2];
         for (int g = 0; g < G; g++)
@@ -1221,7 +1227,7 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
                 whole[h] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
             }
             const __m512 by = _mm512_set1_ps(unit[g] * scale);
-            float* to = part.scores + g * part.stride + c * C;
+            float* to = part.scores + g * part.stride + part.chunks[c].to;
             const __m512 low = _mm512_shuffle_f32x4(whole[0], whole[1], 0x88);
             const __m512 high = _mm512_shuffle_f32x4(whole[0], whole[1], 0xdd);
             _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_add_ps(low, rest[g][0]), by));
@@ -1230,7 +1236,8 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
     }
 }
 
-// Values of codes: [C,D*BITS/8] bytes a chunk. A vector is R slots, or one of the columns of a slot. Weights times
+// Values of codes: [C,D*BITS/8] bytes a chunk. A number is the sum over slots of (weight * scale) * code, by bytes
+// (`sums`), and of weight * zero, in floats (`rest`). A vector is R slots, or one of the columns of a slot. Weights times
 // scales are in units of the largest such product of a few chunks.
 template <int BITS>
 CPU void values(const Store& v, const Part& part, const float* top, float* sum, float* y) {
@@ -1252,20 +1259,18 @@ CPU void values(const Store& v, const Part& part, const float* top, float* sum, 
         }
         lanes[i / 2][i % 2] = _mm512_loadu_si512(at);
     }
-    std::vector<int64_t> chunk;
-    for (int64_t c = 0; c < part.n; c++)
-        if (part.live[c]) chunk.push_back(c);
     __m512 total[G];
     for (int g = 0; g < G; g++) total[g] = _mm512_setzero_ps();
-    for (size_t first = 0; first < chunk.size(); first += FEW) {
-        const int n = std::min<size_t>(FEW, chunk.size() - first);
+    for (size_t first = 0; first < part.chunks.size(); first += FEW) {
+        const Chunk* chunk = &part.chunks[first];
+        const int n = std::min<size_t>(FEW, part.chunks.size() - first);
         __m512 p[FEW][G][2], unit[G], most[G], two[2];
         for (int g = 0; g < G; g++) most[g] = _mm512_setzero_ps();
         for (int c = 0; c < n; c++) {
-            const uint8_t* shared = v.shared + part.at[chunk[first + c]] * groups * 4 * C;
-            const uint32_t live = part.live[chunk[first + c]];
-            fetch(v.shared + part.at[chunk[std::min(first + FEW + c, chunk.size() - 1)]] * groups * 4 * C, groups * 2);
-            for (int g = 0; g < G; g++) weigh(part, top, g, chunk[first + c], p[c][g], &total[g]);
+            const uint8_t* shared = v.shared + chunk[c].at * groups * 4 * C;
+            const uint32_t live = chunk[c].live;
+            fetch(v.shared + part.after(first + c, FEW).at * groups * 4 * C, groups * 2);
+            for (int g = 0; g < G; g++) weigh(part, top, g, first + c, p[c][g], &total[g]);
             for (int64_t i = 0; i < groups; i++) {
                 halves(shared + i * 2 * C, two);
                 for (int g = 0; g < G; g++)
@@ -1288,8 +1293,8 @@ CPU void values(const Store& v, const Part& part, const float* top, float* sum, 
             most[g] = _mm512_set1_ps(DIGITS / largest);
         }
         for (int c = 0; c < n; c++) {
-            const uint8_t* shared = v.shared + part.at[chunk[first + c]] * groups * 4 * C;
-            const uint32_t live = part.live[chunk[first + c]];
+            const uint8_t* shared = v.shared + chunk[c].at * groups * 4 * C;
+            const uint32_t live = chunk[c].live;
             for (int g = 0; g < G; g++)
                 for (int h = 0; h < 2; h++) p[c][g][h] = _mm512_mul_ps(p[c][g][h], most[g]);
             for (int64_t i = 0; i < groups; i++) {
@@ -1310,9 +1315,8 @@ CPU void values(const Store& v, const Part& part, const float* top, float* sum, 
         }
         for (int64_t column = 0; column < columns; column++) {
             for (int c = 0; c < n; c++) {
-                const int64_t ahead = part.at[chunk[std::min(first + FEW + c, chunk.size() - 1)]];
-                const uint8_t* from = v.codes + part.at[chunk[first + c]] * row * C + column * 64;
-                const uint8_t* next = v.codes + ahead * row * C + column * 64;
+                const uint8_t* from = v.codes + chunk[c].at * row * C + column * 64;
+                const uint8_t* next = v.codes + part.after(first + c, FEW).at * row * C + column * 64;
                 for (int64_t block = 0; block < blocks; block++) {
                     __m512i z[4];
                     side_by_side(from + block * 4 * R * row, R * row, z);
@@ -1446,20 +1450,25 @@ extern "C" CPU void attend(const float* q, const uint8_t* k, const uint8_t* k_sh
     #pragma omp parallel for schedule(dynamic)
     for (int64_t i = 0; i < B * H * N; i++) {
         const int64_t h = i / N, from = n * (i % N) / N, to = n * (i % N + 1) / N;
-        std::vector<uint32_t> live(to - from);
-        std::vector<float> top(G, -1e30f), sum(G);
-        for (int64_t c = from; c < to; c++)
-            live[c - from] = alive(slot_pos + h * S + c * C, S - c * C, form[5], pos[h / H] - form[4]);
-        const Part part{at + h * n + from, live.data(), to - from, D, n * C, scores + h * G * n * C + from * C};
+        std::vector<float> top(G), sum(G);
+        Part part{{}, D, n * C, scores + h * G * n * C};
+        for (int64_t c = from; c < to; c++) {
+            const uint32_t live = alive(slot_pos + h * S + c * C, S - c * C, form[5], pos[h / H] - form[4]);
+            if (live)
+                part.chunks.push_back({at[h * n + c], c * C, live});
+            else
+                for (int64_t g = 0; g < G; g++) std::fill_n(part.scores + g * part.stride + c * C, C, -INFINITY);
+        }
         keys<K_BITS>(q + h * G * D, key, part, scale);
         for (int64_t g = 0; g < G; g++) {
             __m512 most = _mm512_set1_ps(-1e30f);
-            for (int64_t c = 0; c < 2 * part.n; c++) {
-                float* row = part.scores + g * part.stride + c * 16;
-                const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), live[c / 2] >> c % 2 * 16, row);
-                _mm512_storeu_ps(row, x);
-                most = _mm512_max_ps(most, x);
-            }
+            for (const Chunk& chunk : part.chunks)
+                for (int half = 0; half < 2; half++) {
+                    float* row = part.scores + g * part.stride + chunk.to + half * 16;
+                    const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), chunk.live >> half * 16, row);
+                    _mm512_storeu_ps(row, x);
+                    most = _mm512_max_ps(most, x);
+                }
             top[g] = _mm512_reduce_max_ps(most);
         }
         values<V_BITS>(value, part, top.data(), sum.data(), y + i * G * D);
