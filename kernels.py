@@ -1147,8 +1147,8 @@ CPU static inline void fetch(const uint8_t* x, int64_t lines) {
 }
 
 // Keys of codes: [D*BITS/8,C] bytes a chunk. A score is the sum over groups of scale * (q . codes) + zero * (sum of q),
-// the first by bytes (`score`), the second in floats (`rest`). Four vectors are eight rows: even ones in the lower half, odd ones in the
-// upper, and in z[v] slots 4 v to 4 v + 3 and 16 more than that.
+// the first by bytes (`score`), the second in floats (`rest`). Four vectors are eight rows: even ones in the lower half,
+// odd ones in the upper, and in z[v] slots 4 v to 4 v + 3 and 16 more than that.
 template <int BITS>
 CPU static void keys(const float* q, const Store& k, const Part& part, float scale) {
     constexpr int P = 8 / BITS;
@@ -1237,8 +1237,8 @@ CPU static void keys(const float* q, const Store& k, const Part& part, float sca
 }
 
 // Values of codes: [C,D*BITS/8] bytes a chunk. A number is the sum over slots of (weight * scale) * code, by bytes
-// (`sums`), and of weight * zero, in floats (`rest`). A vector is R slots, or one of the columns of a slot. Weights times
-// scales are in units of the largest such product of a few chunks.
+// (`sums`), and of weight * zero, in floats (`rest`). A vector is R slots, or one of the columns of a slot. Products of
+// weights and scales are in units of the largest of a few chunks.
 template <int BITS>
 CPU void values(const Store& v, const Part& part, const float* top, float* sum, float* y) {
     constexpr int P = 8 / BITS, FEW = 4;
