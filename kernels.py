@@ -1147,8 +1147,8 @@ CPU static inline void fetch(const uint8_t* x, int64_t lines) {
 }
 
 // Keys of codes: [D*BITS/8,C] bytes a chunk. A score is the sum over groups of scale * (q . codes) + zero * (sum of q),
-// the first by bytes (`score`), the second in floats (`rest`). Four vectors are eight rows: even ones in the lower half,
-// odd ones in the upper, and in z[v] slots 4 v to 4 v + 3 and 16 more than that.
+// the first by bytes (`score`), the second in floats (`rest`). Four vectors are eight rows: even ones in the lower
+// half, odd ones in the upper, and in z[v] slots 4 v to 4 v + 3 and 16 more than that.
 template <int BITS>
 CPU static void keys(const float* q, const Store& k, const Part& part, float scale) {
     constexpr int P = 8 / BITS;
