@@ -239,7 +239,7 @@ def test_thousands_of_requests(number):
     torch._dynamo.reset()
     model = tiny_model(n_layer=2, dim=24, hidden_dim=24, n_head=2, n_kv_head=1, head_dim=16, vocab_size=40)
     model.compile()
-    engine = Engine(model, build("full", bits=4, residual=8, page_size=16), 8, 100, pages=24, prefill_layers=2)
+    engine = Engine(model, build("full", bits=4, residual=8, page_size=16), 8, 100, pages=20, prefill_layers=2)
     draw, common, submitted, seen, sizes = random.Random(0), [7] * 40, 0, {}, []
     while submitted < number or engine.unfinished:
         while submitted < number and engine.unfinished < 12:
