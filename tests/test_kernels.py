@@ -174,7 +174,7 @@ def test_decode_compiles_on_pages(form, page, monkeypatch, capfd):
             kernel, args, named = decode_launch(patch, form, "Llama-3-8B", "window", page=size)
             seen[size] = compiled(kernel, args, named, 90, capfd)
     assert seen[page]["spills"] == seen[page]["stack"] == 0
-    assert seen[page]["narrow"] == seen[0]["narrow"]
+    assert seen[page]["narrow"] <= seen[0]["narrow"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
