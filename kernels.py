@@ -1684,7 +1684,7 @@ class LostRank(RuntimeError):
 def started() -> tuple[int, int]:
     """Which of how many processes torchrun has started this one as; 0 of 1 without it."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    return int(os.environ["RANK"]) if ranks > 1 else 0, ranks
+    return int(os.environ.get("RANK", 0)) if ranks > 1 else 0, ranks
 
 
 def join_ranks(device: torch.device) -> None:
