@@ -197,12 +197,13 @@ def threads(request):
 REPLAYED = [(name, bits, 1) for name in POLICIES for bits in ((4, 16) if name not in APPEND else (4,))]
 REPLAYED += [(name, 4, 2) for name in ("h2o", "tova", "keydiff")]
 REPLAYED += [("full", form, 1) for form in ("fp8", "nvfp4", "mxfp4", "kivi")]
-OFTEN = [("full", 16, 1), ("h2o", 16, 1), ("h2o", 4, 2), ("full", "nvfp4", 1), ("full", "kivi", 1)]
+OFTEN = [("full", 16, 1), ("h2o", 16, 1), ("h2o", 4, 1), ("h2o", 4, 2), ("full", "nvfp4", 1), ("full", "kivi", 1)]
+OFTEN += [(name, 4, 1) for name in POLICIES if name.split(":")[0] in ("streaming", "tova", "adakv", "keydiff")]
 
 
 @pytest.mark.parametrize(
     "name,bits,threads",
-    rarely(REPLAYED, lambda *case: case[1:] == (4, 1) or case in OFTEN),
+    rarely(REPLAYED, lambda *case: case in OFTEN),
     indirect=["threads"],
 )
 def test_replayed_steps_are_the_compiled_steps(name, bits, threads):

@@ -172,7 +172,7 @@ def test_saved_and_restored_through_another_memory(options, staged, tmp_path):
         assert all(torch.equal(a[k], b[k]) for a, b in zip(states, again, strict=True) for k in a)
 
 
-@pytest.mark.parametrize("page, select", [(0, None), (32, 96)])
+@pytest.mark.parametrize("page, select", [(0, None), pytest.param(32, 96, marks=pytest.mark.slow)])
 def test_compiled_and_replayed_from_a_file(page, select, tmp_path):
     torch._dynamo.reset()
     ours = spec("full", tmp_path, page_size=page, select=select, bits=4)
