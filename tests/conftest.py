@@ -86,6 +86,14 @@ def garbage(layers: list) -> int:
     return written
 
 
+def needs_smollm2() -> None:
+    """Fetches the default model, or skips the test that calls this."""
+    try:
+        llama.fetch_smollm2(None)
+    except llama.CheckpointError as error:
+        pytest.skip(str(error))
+
+
 def caches_of(model) -> list:
     return [layer.attention.cache for layer in model.layers]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import decode, tiny_model, tokens
+from conftest import decode, needs_smollm2, tiny_model, tokens
 
 import generate as g
 from cache import build
-from model import CheckpointError, fetch_smollm2, load_checkpoint
+from model import load_checkpoint
 
 ROOT = Path(g.__file__).parent
 
@@ -130,10 +130,7 @@ def test_typed_control_tokens_are_text(cli):
 
 
 def test_the_demonstration_is_about_3000_tokens():
-    try:
-        fetch_smollm2()
-    except CheckpointError as error:
-        pytest.skip(str(error))
+    needs_smollm2()
     _, tokenizer = load_checkpoint("smollm2")
     n = len(tokenizer.chat([{"role": "user", "content": g.demonstration()}]))
     assert 2500 < n < 3500
@@ -434,10 +431,7 @@ def test_sampling():
 
 @pytest.fixture(scope="module")
 def real():
-    try:
-        fetch_smollm2()
-    except CheckpointError as error:
-        pytest.skip(str(error))
+    needs_smollm2()
 
     def run(*flags, **env):
         file = Path(os.environ.get("TMPDIR", "/tmp")) / f"kv-fast-test-{os.getpid()}.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_args
+from conftest import needs_smollm2, tiny_args
 
 import model as m
 from cache import FORMATS, POLICIES
@@ -50,10 +50,7 @@ def test_three_processes_say_what_one_says(name, checkpoint, tmp_path):
     """In float32, every policy, every format, pages, files, lanes; the same tokens are kept, too. Of the default model,
     it takes a minute."""
     if name == "smollm2":
-        try:
-            m.fetch_smollm2(None)
-        except m.CheckpointError as error:
-            pytest.skip(str(error))
+        needs_smollm2()
     one = same_in_three(checkpoint if name == "tiny" else name, tmp_path)
     assert one["adakv"][1] == one["snapkv"][1] < one["select"][1]  # heads that share a budget share it with all
     assert len({tuple(held) for name, (_, *held) in one.items() if name != "engine"}) > 10  # each keeps something else
@@ -63,10 +60,7 @@ def test_three_processes_say_what_one_says(name, checkpoint, tmp_path):
 def test_three_processes_say_what_one_says_of_every_pair(tmp_path):
     """Every policy with every format, on the default model: the same tokens, as many kept, and the same ones, but for
     near ties, which sums in another order may decide otherwise. It takes minutes."""
-    try:
-        m.fetch_smollm2(None)
-    except m.CheckpointError as error:
-        pytest.skip(str(error))
+    needs_smollm2()
     one, three = one_and_three("smollm2", tmp_path, PRODUCT="1")
     assert {name: what[:2] for name, what in three.items()} == {name: what[:2] for name, what in one.items()}
     assert sum(three[name] != what for name, what in one.items()) <= 2
